@@ -6,63 +6,114 @@ A plug-in is imported when the key is set, or the message comes, and not before.
 from collections.abc import Iterator, Mapping
 from functools import reduce
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+
+from rubato.runtime.actor import Handles
 
 if TYPE_CHECKING:
-    from actors.messages.generation import Route
-    from planning.engine_info import EngineInfo
-    from runtime.config import Config as Job
+    from rubato.actors.messages.generation import Route
+    from rubato.planning.engine_info import EngineInfo
+    from rubato.runtime.config import Config as Job
 
-ROLLOUT_HOOKS: Mapping[str, str] = {"cluster.dir": "actors.cluster.rollmux:GeneratingCount"}
-"""See actors/envs/hooks.py."""
+ROLLOUT_HOOKS: Mapping[str, str] = {"cluster.dir": "rubato.actors.cluster.rollmux:GeneratingCount"}
+"""See actors/envs/rollout.py."""
 
-ROLLOUT_MESSAGES: Mapping[str, tuple[str, str]] = {"Survey": ("orchestrator", "actors.survey.manager:RolloutOutlook")}
+ROLLOUT_MESSAGES: Mapping[str, tuple[str, str]] = {"Survey": ("orchestrator", "rubato.actors.survey.manager:RolloutOutlook")}
 """The section of the actor that sends the message, and the hook that answers it."""
 
-ENV_WORKERS, GUARD = "actors.envs.pooled:EnvWorkers", "runtime.pool.guard:guard_children"
-"""Of environments that run in processes of their own; and of a user's that share the manager's."""
+ENV_WORKERS, GUARD = "rubato.actors.envs.pooled:EnvWorkers", "rubato.runtime.pool.guard:guard_children"
+"""Paths for environments in processes of their own, and for a user's in the manager's."""
 
-NAMED_RENDERER = "actors.envs.named_renderer:NamedRenderer"
-"""Of `rollout.renderer`."""
+ENV_COROUTINES = "rubato.actors.envs.coroutines:Coroutines"
+"""Of a user's environments that share the manager's process."""
 
-REASONING, REASONING_HELD_OUT = "actors.envs.reasoning:ReasoningGymEnv", "actors.envs.reasoning:HELD_OUT"
-"""Of `tasks.NAME.reasoning_gym`."""
+NAMED_RENDERER = "rubato.actors.envs.named_renderer:NamedRenderer"
+"""Path for `rollout.renderer`."""
 
-DATA_ROWS = "actors.data.datasets:data_rows"
-"""Of `tasks.NAME.data`."""
+REASONING, REASONING_HELD_OUT = "rubato.actors.envs.reasoning:ReasoningGymEnv", "rubato.actors.envs.reasoning:HELD_OUT"
+"""Paths for `tasks.NAME.reasoning_gym`."""
 
-TASK_CHECKS, RENDERING_CHECK = "actors.envs.task_checks:check_tasks", "actors.envs.task_checks:check_rendering"
-"""Of the launcher alone: what it looks at of `tasks`, and of the prompts."""
+DATA_ROWS = "rubato.actors.data.datasets:data_rows"
+"""Path for `tasks.NAME.data`."""
 
-REWARD_URL = "actors.rewards.invoke:HttpBackend"
-"""Of `reward.url`, and of reward functions that are URLs."""
+HUB_ROWS = "rubato.actors.hub.data_sets:folder_of"
+"""Path for data sets that are called by their name at a hub."""
 
-CALL_LIMITS: Mapping[str, str] = {"deadline_factor": "actors.rewards.deadlines:AnchoredLimit"}
-"""Of the section `reward`; see actors/rewards/backend.py."""
+ROLLOUT_CHECK, TASK_CHECKS, RENDERING_CHECK = (
+    "rubato.actors.envs.task_checks:check_job",
+    "rubato.actors.envs.task_checks:check_tasks",
+    "rubato.actors.envs.task_checks:check_rendering",
+)
+"""Checks of limits, of `tasks` and of the prompts, by the launcher alone."""
+
+TRAINER_HOST, TRAINER_FOLDER, TRAINER_PRELOAD = (
+    "rubato.actors.training.preflight:check_host",
+    "rubato.actors.training.preflight:preflight",
+    "rubato.actors.training.preflight:preload",
+)
+MODEL_CHECK = "rubato.actors.checkpoints.model_check:check_model_folder"
+"""Checks, by the launcher alone, of what a trainer needs of its host, model folder and process, and of a model folder."""
+
+REWARD_URL = "rubato.actors.rewards.invoke:HttpBackend"
+"""Path for `reward.url`, and for reward functions that are URLs."""
+
+CALL_LIMITS: Mapping[str, str] = {"deadline_factor": "rubato.actors.rewards.deadlines:AnchoredLimit"}
+"""Key of the section `reward` → path; see actors/rewards/backend.py."""
 
 
-STEP_HOOKS_OF_PEERS: Mapping[str, str] = {"fabric_controller": "actors.training.intents:FabricIntents"}
+STEP_HOOKS_OF_PEERS: Mapping[str, str] = {"fabric_controller": "rubato.actors.training.intents:FabricIntents"}
 """Role → the StepHook that the trainer has once an actor of that role is there."""
+
+
+def train_engine(train: Any) -> str:
+    """Import path of the TrainEngine's class; empty: the one of `train.kind` (actors/training/engine.py)."""
+    return "rubato.actors.adapters.training:LoraTrainEngine" if train.lora is not None else ""
+
+
+MIXTURE, MIXTURE_LAYER = "rubato.actors.training.experts:Mixture", "rubato.actors.engines.experts:MixtureLayer"
+"""Paths for models whose layers are mixtures of experts: what trains them, and what the built-in engine computes them by."""
+
+VARLEN = "rubato.actors.training.varlen:attend"
+"""Path of what a row's attention is on a GPU in half precision."""
+
+TRAIN_PREFLIGHTS: Mapping[str, str] = {"train.lora": "rubato.actors.adapters.check:preflight"}
+"""What looks at the model before anything is started, as `Actor.preflight` does."""
 
 
 def step_hooks(config: Any) -> Iterator[tuple[str, str]]:
     """Import path and key of each StepHook of the trainer, in the order in which they are called (actors/training/hooks.py)."""
-    yield "actors.training.checks:LogprobCheck", "check"
-    yield "actors.training.evaluation:Evaluation", "eval"
+    yield "rubato.actors.adapters.check:AdapterCheck" if config.train.lora else "rubato.actors.training.checks:LogprobCheck", "check"
+    yield "rubato.actors.training.evaluation:Evaluation", "eval"
     if config.logging.loggers:
-        yield "actors.report.loggers:Logging", "logging.loggers"
-    yield "actors.training.checks:Concerns", "train"
+        yield "rubato.actors.report.loggers:Logging", "logging.loggers"
+    yield "rubato.actors.training.checks:Concerns", "train"
     for target in config.train.hooks:
         yield target, "train.hooks"
 
 
+def ranked_engine(config: Any) -> str:
+    """Import path of the TrainEngine of a trainer whose model lies on ranks of their own, see actors/ranks/head.py; empty where it trains itself."""
+    return "rubato.actors.ranks.head:RankedEngine" if config.train.mesh.size > 1 else ""
+
+
+def weights_sender(config: Any) -> str:
+    """What the weights leave the trainer by (actors/weights/transport.py)."""
+    return "rubato.actors.ranks.head:RankedSender" if config.train.mesh.size > 1 else "rubato.actors.weights.blobs:BlobSender"
+
+
+def roles_of_trainer(tree: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Those that a trainer needs beside it, by the unchecked config: a section of `actors` each."""
+    train = tree.get("train")
+    return load("rubato.actors.ranks.rank:roles_of_mesh")(tree) if isinstance(train, dict) and train.get("mesh") else {}
+
+
 def lease_path(config: Any) -> str:
     """Import path of the actor's ComputeLease; empty: the default (actors/cluster/lease.py)."""
-    return "actors.cluster.rollmux:PoolLease" if config.cluster.dir else config.cluster.lease
+    return "rubato.actors.cluster.rollmux:PoolLease" if config.cluster.dir else config.cluster.lease
 
 
 def named(paths: Mapping[str, str], config: Any) -> list[Any]:
-    """Those of `paths` whose key is set in `config`."""
+    """Classes of `paths` whose key is set in `config`."""
     return [load(path) for path in chosen(paths, config)]
 
 
@@ -77,48 +128,85 @@ def load(path: str) -> Any:
     return getattr(import_module(module), name)
 
 
+HookT = TypeVar("HookT", bound=Handles)
+
+
+class Hooked(Generic[HookT]):
+    """Hooks of an actor, each made once: where the config names it, or when its first message or peer comes."""
+
+    hook_messages: ClassVar[Mapping[str, str]] = {}
+    """Import path of the hook, by tag of the message that it answers."""
+
+    def begin_hooks(self, paths: Iterator[str]) -> None:
+        """Make those that the config names."""
+        self.hooks: list[HookT] = []
+        self._by_path: dict[str, HookT] = {}
+        for path in paths:
+            self.hook(path)
+
+    def plugin_for(self, tag: str) -> HookT | None:
+        path = self.hook_messages.get(tag)
+        return None if path is None else self.hook(path)
+
+    def hook(self, path: str) -> Any:
+        """The hook of that class, which goes along from now on."""
+        found = self._by_path.get(path)
+        if found is None:
+            found = self._by_path[path] = self.make(path)
+            self.hooks.append(found)
+            self.came(found)
+        return found
+
+    def make(self, path: str) -> HookT:
+        """A new one."""
+        return load(path)(self)
+
+    def came(self, hook: HookT) -> None:
+        """After it is one of `hooks`."""
+
+
 def batch_policies(config: Any) -> Iterator[tuple[str, str]]:
     """Import path and key of each plug-in of the sample buffer, the innermost first (actors/samples/policy.py)."""
     if config.train.dynamic_sampling:
-        yield "actors.batching.dynamic_sampling:DynamicSampling", "train.dynamic_sampling"
+        yield "rubato.actors.batching.dynamic_sampling:DynamicSampling", "train.dynamic_sampling"
     if config.staleness.alpha == "auto":
-        yield "actors.batching.adaptive_alpha:AdaptiveAlpha", "staleness.alpha"
+        yield "rubato.actors.batching.adaptive_alpha:AdaptiveAlpha", "staleness.alpha"
     if config.tail_batching.enabled:
-        yield "actors.batching.tail_batching:TailBatching", "tail_batching"
+        yield "rubato.actors.batching.tail_batching:TailBatching", "tail_batching"
     for target in config.samples.policy:
         yield target, "samples.policy"
 
 
-# -- proxies: see actors/proxy/picker.py and actors/proxy/hooks.py ----------------------------------------------------------
+# -- proxies: see actors/proxy/picker.py -------------------------------------------------------------------------------
 
 MOVES, SURVEYS, TURNS = (
-    "actors.moves.proxy:Moves",
-    "actors.survey.proxy:Surveys",
-    "actors.cluster.rollmux:RolloutPermit",
+    "rubato.actors.moves.proxy:Moves",
+    "rubato.actors.survey.proxy:Surveys",
+    "rubato.actors.cluster.rollmux:RolloutPermit",
 )
 
 PROXY_HOOKS: Mapping[str, str] = {"cluster.dir": TURNS}
 
-PROXY_HOST_CHECKS: Mapping[str, str] = {"cluster.dir": "actors.cluster.pools:check_pools"}
+PROXY_HOST_CHECKS: Mapping[str, str] = {"cluster.dir": "rubato.actors.cluster.pools:check_pools"}
 
 PROXY_MESSAGES: Mapping[str, str] = {"Move": MOVES, "Survey": SURVEYS}
 """By the message that the mechanism sends."""
 
-PROXY_PEERS: Mapping[str, str] = {"fabric_controller": "actors.traffic.proxy:RolloutPhases"}
+PROXY_PEERS: Mapping[str, str] = {"fabric_controller": "rubato.actors.traffic.proxy:RolloutPhases"}
 """By the role of an actor that the mechanism has."""
 
 
-PICKERS: Mapping[str, str] = {"affinity": "actors.affinity.picker:AffinityPicker"}
+PICKERS: Mapping[str, str] = {"affinity": "rubato.actors.affinity.picker:AffinityPicker"}
 
 
 def picker_of(config: Any) -> str | None:
-    """Of a proxy with these sections; None: the default."""
+    """Path of the picker for a proxy with these sections; None: the default."""
     return next(chosen(PICKERS, config), None)
 
 
 def picker_for(engine: "EngineInfo") -> str | None:
-    """What the default picker is replaced by once such an engine is there."""
-    return "actors.stages.picker:StagePicker" if engine.serves != "both" else None
+    """Path of the picker that replaces the default once such an engine is there."""
+    return "rubato.actors.stages.picker:StagePicker" if engine.serves != "both" else None
 
 
 def proxy_hooks_of(job: "Job") -> list[str]:
@@ -128,21 +216,28 @@ def proxy_hooks_of(job: "Job") -> list[str]:
 
 
 def proxy_checks(job: "Job") -> list[str]:
-    """What compares the sections of mechanisms with the job's others."""
-    found = ["actors.affinity.picker:check_affinity"] if job.section("affinity") else []
+    """Paths of checks that compare the sections of mechanisms with the job's others."""
+    found = ["rubato.actors.affinity.picker:check_affinity"] if job.section("affinity") else []
     if job.section("proxy").balance != "fixed" or _stages(job):
-        found.append("actors.stages.picker:check_stages")
-    return found + (["actors.cluster.rollmux:check_cluster"] if job.section("cluster").dir else [])
+        found.append("rubato.actors.stages.picker:check_stages")
+    return found + (["rubato.actors.cluster.rollmux:check_cluster"] if job.section("cluster").dir else [])
 
 
-# -- engines: see actors/engines/hooks.py ---------------------------------------------------------------------------------
+# -- engines: see actors/engines/engine.py --------------------------------------------------------------------------------
 
-PINS, ORDERS, ENGINE_MOVES = "actors.engines.pins:Pins", "actors.moves.orders:Orders", "actors.moves.engine:EngineMoves"
+PINS, ORDERS, ENGINE_MOVES = (
+    "rubato.actors.engines.weights:Pins",
+    "rubato.actors.moves.orders:Orders",
+    "rubato.actors.moves.engine:EngineMoves",
+)
 
-ENGINE_HOOKS: Mapping[str, str] = {"cluster.dir": "actors.cluster.rollmux:PermittedOrders"}
+NAMED_ADAPTERS, SERVER_WATCH = "rubato.actors.adapters.serving:NamedAdapters", "rubato.actors.engines.vllm_server:ServerWatch"
+CLUSTER_ORDERS = "rubato.actors.cluster.rollmux:PermittedOrders"
+ENGINE_HOOKS: Mapping[str, str] = {"cluster.dir": CLUSTER_ORDERS, "train.lora": NAMED_ADAPTERS, "engine.url": SERVER_WATCH}
 
 ENGINE_MESSAGES: Mapping[str, str] = {
     "HoldWeights": PINS,
+    "WithdrawWeights": NAMED_ADAPTERS,
     **dict.fromkeys(("SleepEngine", "WakeEngine", "Reconfigure"), ORDERS),
     **dict.fromkeys(("PrepareMove", "AbortMove", "TakeMove", "AwaitCaches", "FetchCache"), ENGINE_MOVES),
 }
@@ -151,28 +246,62 @@ ENGINE_MESSAGES: Mapping[str, str] = {
 
 def engine_hooks_of(job: "Job") -> list[str]:
     """All that an engine of the job may come to have."""
-    return [PINS, *([ORDERS, ENGINE_MOVES] if _moves(job) else [])]
+    adapters = [NAMED_ADAPTERS] if job.section("train").lora else []
+    return [PINS, *adapters, *([ORDERS, ENGINE_MOVES] if _moves(job) else [])]
 
 
 def engine_hook_of(route: "Route") -> str | None:
-    """What a request that came by this route needs."""
+    """Path of the hook that a request by this route needs."""
     return ENGINE_MOVES if route.moved is not None or route.cache_at or route.hand_over else None
 
 
-HARDWARE, MODEL_SHAPE, PACE_CHECK = "actors.catalog:hardware", "actors.catalog:model", "actors.catalog:deployed"
-"""What looks at `engine.pace` and `engine.hardware`."""
+ENGINE_JOB, ENGINE_HOST, ENGINE_FOLDER, ENGINE_PRELOAD = (
+    "rubato.actors.engines.kinds:check",
+    "rubato.actors.engines.kinds:check_host",
+    "rubato.actors.engines.kinds:preflight",
+    "rubato.actors.engines.kinds:preload",
+)
+"""Checks, by the launcher alone, of what each kind of engine needs of its job, host, model folder and process."""
+
+SERVER_URL, SERVER_KEY = "rubato.actors.engines.vllm_http:flaw_of_url", "rubato.actors.engines.vllm_http:key_in"
+"""Checks of `engine.url` and `engine.api_key_env`."""
+
+HARDWARE, MODEL_SHAPE, PACE_CHECK = ("rubato.actors.catalog:hardware", "rubato.actors.catalog:model", "rubato.actors.catalog:deployed")
+"""Paths of what reads `engine.pace` and `engine.hardware`."""
 
 
-def capabilities(engine: Any) -> tuple[str, ...]:
-    """What the engine of such a section has to be able to do."""
-    return ("cache",) if engine.serves != "both" else ()
+def capabilities(config: Any) -> tuple[str, ...]:
+    """Capabilities that an engine with these sections must have."""
+    return (*(("cache",) if config.engine.serves != "both" else ()), *(("adapters",) if _adapted(config) else ()))
+
+
+RELAYED, DELTAS = "rubato.actors.weights.relayed:Relayed", "rubato.runtime.blobs.patches:put_delta"
+"""Of weights that cross hosts."""
+
+ADAPTED_ENGINES: Mapping[str, str] = {
+    "torch": "rubato.actors.adapters.torch_engine:AdaptedTorchEngine",
+    "vllm": "rubato.actors.adapters.vllm_engine:AdaptedVllmEngine",
+}
+"""`engine.kind` → what makes it where `train.lora` is set; one of the user's own has to have the capability."""
+
+
+def engine_kind(config: Any) -> tuple[str, Mapping[str, Any]]:
+    """The kind or the import path of the engine's class, and what it is built with beside the sections."""
+    kind = config.engine.kind
+    if not _adapted(config) or kind not in ADAPTED_ENGINES:
+        return kind, {}
+    return ADAPTED_ENGINES[kind], {"lora": config.train.lora} if kind == "vllm" else {}
+
+
+def _adapted(config: Any) -> bool:
+    return config.train.lora is not None and config.engine.kind != "scripted"
 
 
 def timing(engine: Any) -> Any:
-    """What the work of an engine of such a section is to last, see actors/engines/timing.py."""
+    """Durations of the work of an engine of such a section, see RealTime in actors/engines/scheduler.py."""
     if engine.pace is None:
-        return load("actors.engines.timing:RealTime")()
-    return load("actors.engines.pace:EnginePace")(engine.pace)
+        return load("rubato.actors.engines.scheduler:RealTime")()
+    return load("rubato.actors.engines.pace:EnginePace")(engine.pace)
 
 
 def _stages(job: "Job") -> bool:

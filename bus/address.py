@@ -7,7 +7,7 @@ import socket
 import stat
 from typing import NamedTuple
 
-from bus.errors import BadAddress
+from rubato.bus.errors import BadAddress
 
 IPC = "ipc"
 TCP = "tcp"
@@ -72,9 +72,7 @@ def _ipc(address: str, path: str) -> Address:
         raise BadAddress(f"{address!r} must hold an absolute path, like ipc:///run/rubato/engine-1")
     size = len(os.fsencode(path))
     if size > IPC_PATH_BYTES:
-        raise BadAddress(
-            f"the socket path {path} has {size} bytes and the system allows {IPC_PATH_BYTES}; use a shorter folder"
-        )
+        raise BadAddress(f"the socket path {path} has {size} bytes and the system allows {IPC_PATH_BYTES}; use a shorter folder")
     return Address(IPC, path)
 
 

@@ -11,8 +11,8 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from bus.errors import BadFrame
-from bus.message import MAX_DIMENSIONS, Array, Buffer, Message, tag_of
+from rubato.bus.errors import BadFrame
+from rubato.bus.message import MAX_DIMENSIONS, Array, Buffer, Message, tag_of
 
 MessageT = TypeVar("MessageT", bound=Message)
 
@@ -78,15 +78,7 @@ class Envelope(msgspec.Struct, array_like=True, gc=False):
 
     @classmethod
     def ask(
-        cls,
-        ask_id: int,
-        target: str,
-        incarnation: int,
-        tag: str,
-        budget_us: int,
-        trace: bytes,
-        body: msgspec.Raw,
-        sender: str,
+        cls, ask_id: int, target: str, incarnation: int, tag: str, budget_us: int, trace: bytes, body: msgspec.Raw, sender: str
     ) -> "Envelope":
         """A request that wants one reply."""
         return cls(_ASK, ask_id, target, incarnation, tag, budget_us, trace, body, sender)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from bus.errors import BadKeys
+from rubato.bus.errors import BadKeys
 
 KEY_CHARACTERS = 40
 

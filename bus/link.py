@@ -12,8 +12,8 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import msgspec
 
-from bus.codec import MAX_ENVELOPES, MAX_FRAME_BYTES, NOT_OURS, Envelope, EnvelopeKind, check_buffers, decode_frame
-from bus.errors import BadFrame, LinkRefused
+from rubato.bus.codec import MAX_ENVELOPES, MAX_FRAME_BYTES, NOT_OURS, Envelope, EnvelopeKind, check_buffers, decode_frame
+from rubato.bus.errors import BadFrame, LinkRefused
 
 PROTOCOL = 2
 """Changes when an old process could misread a new one's envelopes."""
@@ -224,13 +224,10 @@ class Link:
         ours = self._identity
         if greeting.protocol != PROTOCOL:
             raise LinkRefused(
-                f"{greeting.name} speaks protocol {greeting.protocol}, {ours.name} speaks {PROTOCOL}; run one version of Rubato",
-                "protocol",
+                f"{greeting.name} speaks protocol {greeting.protocol}, {ours.name} speaks {PROTOCOL}; run one version of Rubato", "protocol"
             )
         if greeting.run_id != ours.run_id:
-            raise LinkRefused(
-                f"{greeting.name} belongs to run {greeting.run_id!r}, {ours.name} belongs to run {ours.run_id!r}", "run"
-            )
+            raise LinkRefused(f"{greeting.name} belongs to run {greeting.run_id!r}, {ours.name} belongs to run {ours.run_id!r}", "run")
         if greeting.schema and ours.schema and greeting.schema != ours.schema:
             raise LinkRefused(
                 f"{greeting.name} has other message types ({greeting.schema}) than {ours.name} ({ours.schema}): "

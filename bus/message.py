@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, Union, cast, 
 
 import msgspec
 
-from bus.errors import BadFrame
+from rubato.bus.errors import BadFrame
 
 if TYPE_CHECKING:
     import numpy

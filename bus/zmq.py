@@ -18,16 +18,16 @@ A dead process is noticed within milliseconds, a dead host or network by ZMTP he
 import asyncio
 from typing import TYPE_CHECKING
 
-from bus import limits
-from bus.address import IPC, MEMORY, Address, parse
-from bus.errors import BadAddress
-from bus.keys import Keys
-from bus.link import Connection, Identity, Rest
-from bus.transport import Transport
-from bus.unix.connection import UnixConnection, UnixListener, dial
+from rubato.bus import limits
+from rubato.bus.address import IPC, MEMORY, Address, parse
+from rubato.bus.errors import BadAddress
+from rubato.bus.keys import Keys
+from rubato.bus.link import Connection, Identity, Rest
+from rubato.bus.transport import Transport
+from rubato.bus.unix.connection import UnixConnection, UnixListener, dial
 
 if TYPE_CHECKING:
-    from bus.libzmq.connection import ZmqContext
+    from rubato.bus.libzmq.connection import ZmqContext
 
 
 class ZmqTransport(Transport):
@@ -68,7 +68,7 @@ class ZmqTransport(Transport):
     def _tcp(self) -> "ZmqContext":
         """Made when it is needed first: a process that only talks within its host neither loads libzmq nor has its threads."""
         if self._libzmq is None:
-            from bus.libzmq.connection import ZmqContext
+            from rubato.bus.libzmq.connection import ZmqContext
 
             self._libzmq = ZmqContext(self._keys, self)
         return self._libzmq

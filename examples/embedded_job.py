@@ -4,21 +4,21 @@ import asyncio
 import sys
 from pathlib import Path
 
-from actors.training.base_model import make
-from runtime.config import from_mapping
-from runtime.embed import embed
+from rubato.actors.training.base_model import make
+from rubato.runtime.config.compose import from_mapping
+from rubato.runtime.embed import embed
 
 JOB = {
     "run": {"name": "embedded", "steps": 3},
     "actors": {
-        "sample_buffer": {"class": "actors.samples.buffer:SampleBuffer"},
-        "llm_proxy": {"class": "actors.proxy.proxy:LLMProxy"},
-        "engine": {"class": "actors.engines.worker:EngineWorker"},
-        "env_manager": {"class": "actors.envs.manager:EnvManager"},
-        "trainer": {"class": "actors.training.trainer:Trainer"},
+        "sample_buffer": {"class": "rubato.actors.samples.buffer:SampleBuffer"},
+        "llm_proxy": {"class": "rubato.actors.proxy.proxy:LLMProxy"},
+        "engine": {"class": "rubato.actors.engines.worker:EngineWorker"},
+        "env_manager": {"class": "rubato.actors.envs.manager:EnvManager"},
+        "trainer": {"class": "rubato.actors.training.trainer:Trainer"},
     },
     "model": {"path": "model"},
-    "env": {"class": "actors.envs.frozen_lake:FrozenLakeText", "isolation": "inline"},
+    "env": {"class": "rubato.actors.envs.frozen_lake:FrozenLakeText", "isolation": "inline"},
     "rollout": {"max_new_tokens": 2},
     "train": {"batch_groups": 4, "group_size": 4},
     "eval": {"every": 0, "final_num_tasks": 0},

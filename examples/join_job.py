@@ -3,11 +3,11 @@
 import asyncio
 import sys
 
-from actors.envs.chat import Renderer, Transcript, renderer_of
-from actors.envs.frozen_lake import FrozenLakeText
-from actors.messages.generation import Generate, Sampling, WeightsNeed
-from actors.messages.samples import Admit, Put, Ticket, Trajectory
-from runtime.guest import Guest, join
+from rubato.actors.envs.chat import Renderer, Transcript, renderer_of
+from rubato.actors.envs.frozen_lake import FrozenLakeText
+from rubato.actors.messages.generation import Generate, Sampling, WeightsNeed
+from rubato.actors.messages.samples import Admit, Put, Ticket, Trajectory
+from rubato.runtime.guest import Guest, join
 
 
 async def play(me: Guest, chat: Renderer, ticket: Ticket) -> str:

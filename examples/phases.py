@@ -2,7 +2,7 @@
 
 import sys
 
-from actors.cluster.permits import Phases
+from rubato.actors.cluster.permits import Phases
 
 pools = {"rollout": "rollout-0", "training": "training-0"}
 with Phases(sys.argv[1], job=sys.argv[2], pools=pools) as phase:

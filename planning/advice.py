@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from planning.staleness import UNBOUNDED
+from rubato.planning.staleness import UNBOUNDED
 
 Bound = Literal["training-bound", "generation-bound", "environment-bound", "reward-bound", "rollout-bound"]
 
@@ -215,16 +215,12 @@ def _span(changed: _Changed) -> float:
     load = _load(view)
     by_engines = load.span_s * min(1.0, load.generating / max(1, view.slots)) / changed.engines
     by_workers = (
-        load.span_s * min(1.0, load.stepping / view.env_workers) / (changed.managers * changed.workers)
-        if view.env_workers
-        else 0.0
+        load.span_s * min(1.0, load.stepping / view.env_workers) / (changed.managers * changed.workers) if view.env_workers else 0.0
     )
     by_rewards = min(load.span_s, load.scoring_s) / changed.rewards
     by_managers = load.span_s * load.manager_busy / changed.managers
     in_flight = _in_flight(changed, load)
-    return load.paused_s + max(
-        by_engines, by_workers, by_rewards, by_managers, load.span_s * load.served / max(in_flight, 1e-9)
-    )
+    return load.paused_s + max(by_engines, by_workers, by_rewards, by_managers, load.span_s * load.served / max(in_flight, 1e-9))
 
 
 class _Load(NamedTuple):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import product
 from typing import Final, NamedTuple
 
-from planning.step_cost import StepCost
+from rubato.planning.step_cost import StepCost
 
 GAIN: Final = 1.05
 """A new plan must promise so many times the present one's rate: sessions that move lose their KV caches, and mixtures fluctuate."""

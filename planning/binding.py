@@ -3,8 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from planning.affinity import AffinityPlan, HardwareClass, Shares, TaskProfile, plan
-from planning.step_cost import StepSums, fit
+from rubato.planning.affinity import AffinityPlan, HardwareClass, Shares, TaskProfile, plan
+from rubato.planning.step_cost import fit
+from rubato.planning.step_sums import StepSums
 
 FADE: Final = 0.5
 """What was seen of tasks counts half as much after each plan: two plans after a task has changed, three quarters of it are new."""
@@ -129,7 +130,7 @@ def measured(name: str, engines: int, slots: float, sums: StepSums) -> HardwareC
 def planned(
     tasks: Mapping[str, TaskProfile], classes: Sequence[HardwareClass | None], in_flight: float, current: Shares
 ) -> AffinityPlan | None:
-    """`planning.affinity.plan` of what was seen. None where there is nothing to choose, or a class is not measured yet."""
+    """`rubato.planning.affinity.plan` of what was seen. None where there is nothing to choose, or a class is not measured yet."""
     known = [each for each in classes if each is not None]
     if not tasks or len(known) < max(2, len(classes)):
         return None

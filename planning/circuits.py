@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import Final, NamedTuple
 
-from planning.demand import Links, Pair
+from rubato.planning.demand import Links, Pair
 
 PAYS_OFF: Final = 10.0
 """A change in a phase that already runs is made only when the phase lasts this many times the delay: below, the electrical

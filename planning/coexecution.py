@@ -13,7 +13,7 @@ from itertools import combinations
 from typing import Final, NamedTuple
 from zlib import crc32
 
-from planning.round_robin import WARM, PhasedJob, StepTimes, overloaded, slowdowns
+from rubato.planning.round_robin import WARM, PhasedJob, StepTimes, overloaded, slowdowns
 
 WORST_WINDOWS: Final = 12
 """Windows that are looked at where durations are certain: each must keep its bound."""
@@ -163,9 +163,7 @@ def share(job: JobProfile, groups: Sequence[CoexecutionGroup], cluster: SharedCl
     return None
 
 
-def _shared(
-    job: JobProfile, group: CoexecutionGroup, added: int, found: Mapping[str, float], cluster: SharedCluster
-) -> PlacementPlan:
+def _shared(job: JobProfile, group: CoexecutionGroup, added: int, found: Mapping[str, float], cluster: SharedCluster) -> PlacementPlan:
     nodes = group.jobs[-1].nodes
     tightest = max(group.jobs, key=lambda pinned: (found[pinned.job.name] / pinned.job.slo, pinned.job.name)).job
     how = f"{added} new rollout nodes" if added else "no new node"
@@ -185,24 +183,16 @@ def refuse(job: JobProfile, cluster: SharedCluster) -> None:
         raise ValueError(f"job {job.name} has an SLO of {job.slo:g}: it must be at least 1, its time alone")
     if job.rollout_nodes < 1 or job.train_nodes < 1 or job.rollout_s <= 0 or job.train_s <= 0:
         raise ValueError(f"job {job.name} needs at least a rollout node and a training node, and phases above 0 s")
-    for what, need, pool in (
-        ("rollout", job.rollout_nodes, cluster.rollout),
-        ("training", job.train_nodes, cluster.train),
-    ):
+    for what, need, pool in (("rollout", job.rollout_nodes, cluster.rollout), ("training", job.train_nodes, cluster.train)):
         if need > pool.nodes:
             raise ValueError(f"job {job.name} needs {need} {what} nodes, and the cluster has {pool.nodes}")
-    for what, need, pool in (
-        ("rollout", job.rollout_bytes, cluster.rollout),
-        ("training", job.train_bytes, cluster.train),
-    ):
+    for what, need, pool in (("rollout", job.rollout_bytes, cluster.rollout), ("training", job.train_bytes, cluster.train)):
         if need > pool.memory_bytes:
             raise ValueError(
                 f"job {job.name} needs {need / 1e9:.1f} GB of host memory on a {what} node, which has {pool.memory_bytes / 1e9:.1f} GB"
             )
     if job.cores > cores:
-        raise ValueError(
-            f"job {job.name}'s environments need {job.cores:g} cores, and its rollout nodes have {cores:g}"
-        )
+        raise ValueError(f"job {job.name}'s environments need {job.cores:g} cores, and its rollout nodes have {cores:g}")
 
 
 def saturated(group: CoexecutionGroup, cluster: SharedCluster) -> bool:
@@ -256,9 +246,7 @@ def _keeps_without_others(group: CoexecutionGroup, cluster: SharedCluster) -> bo
     )
 
 
-def _by_chance(
-    group: CoexecutionGroup, cores: float, bounds: Sequence[float], cluster: SharedCluster
-) -> list[list[float]] | None:
+def _by_chance(group: CoexecutionGroup, cores: float, bounds: Sequence[float], cluster: SharedCluster) -> list[list[float]] | None:
     windows = math.ceil(1 / cluster.epsilon)
     ratios = None
     # A few windows refuse most groups at a fraction of the work.
@@ -318,11 +306,7 @@ def _node_loads(group: CoexecutionGroup, cluster: SharedCluster) -> dict[int, fl
 
 
 def room(
-    group: CoexecutionGroup,
-    job: JobProfile,
-    added: int,
-    cluster: SharedCluster,
-    loads: Mapping[int, float] | None = None,
+    group: CoexecutionGroup, job: JobProfile, added: int, cluster: SharedCluster, loads: Mapping[int, float] | None = None
 ) -> tuple[int, ...] | None:
     """The group's least loaded nodes with room for the job's states, and `added` new ones; None where there is no room."""
     if train_bytes(group, (*(pinned.job for pinned in group.jobs), job)) > cluster.train.memory_bytes * CLOSE:
@@ -364,9 +348,7 @@ def _with(group: CoexecutionGroup, pinned: PinnedJob) -> CoexecutionGroup:
     return group._replace(nodes=group.nodes + new, jobs=(*group.jobs, pinned))
 
 
-def admit(
-    groups: Sequence[CoexecutionGroup], job: JobProfile, placement: PlacementPlan
-) -> tuple[CoexecutionGroup, ...]:
+def admit(groups: Sequence[CoexecutionGroup], job: JobProfile, placement: PlacementPlan) -> tuple[CoexecutionGroup, ...]:
     """The groups once `job` is where `placement` puts it; as they are where it waits."""
     if placement.group is None:
         return tuple(groups)

@@ -69,6 +69,12 @@ class EngineInfo(msgspec.Struct, frozen=True, array_like=True):
                 return held.version
         return -1
 
+    def holding(self, weights: WeightsId) -> tuple[WeightsId, ...]:
+        """`holds`, with these too where they are newer."""
+        if weights.version <= self.version_of(weights.adapter):
+            return self.holds
+        return (*(held for held in self.holds if held.adapter != weights.adapter), weights)
+
     @property
     def is_last_resort(self) -> bool:
         """It gets requests only where no other engine is left to serve them."""

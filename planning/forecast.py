@@ -117,14 +117,8 @@ class Forecast:
         tokens = max(0.0, min(left * curve.token_share, self.limit - request.tokens))
         env_s = left * (1 - curve.token_share) / self.tokens_s
         known = curve.scores.get(request.prompt, (0, 0.0))[0]
-        of = (
-            f"of {known} requests of its prompt and {len(curve.works)} of its task"
-            if known
-            else f"of {len(curve.works)}"
-        )
-        return Remaining(
-            tokens, env_s, f"quantile {quantile:g} {of}, trend {100 * math.expm1(curve.trend):+.1f} % a step"
-        )
+        of = f"of {known} requests of its prompt and {len(curve.works)} of its task" if known else f"of {len(curve.works)}"
+        return Remaining(tokens, env_s, f"quantile {quantile:g} {of}, trend {100 * math.expm1(curve.trend):+.1f} % a step")
 
     def expected(self, request: Seen) -> Remaining:
         """What is to come of a running `request` on average."""
@@ -171,9 +165,7 @@ def over(before: Sequence[Over], seen: Sequence[Seen], *, tokens_s: float = 30.0
     return Over(tuple(seen), {task: each for task, each in apart.items() if each}, scores)
 
 
-def fit(
-    steps: Sequence[Over], now: Sequence[Seen] = (), *, tokens_s: float = 30.0, limit: float = math.inf
-) -> Forecast:
+def fit(steps: Sequence[Over], now: Sequence[Seen] = (), *, tokens_s: float = 30.0, limit: float = math.inf) -> Forecast:
     """The forecast for the step that is running, of `steps` that are over, the oldest first, and of what is seen of it `now`.
 
     The last steps, as many of WINDOWS as suit a task, make its distribution; requests of one prompt are compared over all of `steps`.
@@ -243,11 +235,7 @@ def _scores(pairs: Sequence[tuple[int, Seen]], window: int, tokens_s: float) -> 
     curve = _curve(pairs, window, tokens_s, math.inf)
     if curve is None:
         return ()
-    return tuple(
-        (seen.prompt, _score(curve, seen.tokens + seen.env_s * tokens_s))
-        for age, seen in pairs
-        if not age and seen.done
-    )
+    return tuple((seen.prompt, _score(curve, seen.tokens + seen.env_s * tokens_s)) for age, seen in pairs if not age and seen.done)
 
 
 def _curve(pairs: Sequence[tuple[int, Seen]], window: int, tokens_s: float, limit: float) -> LengthCurve | None:

@@ -2,7 +2,7 @@
 
 from pydantic import Field
 
-from planning.hardware import Spec
+from rubato.planning.hardware import Spec
 
 BF16 = 2
 """Bytes of a weight, an activation or a KV entry."""

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from planning.roofline import Roofline
+from rubato.planning.roofline import Roofline
 
 
 class Load(NamedTuple):
@@ -63,9 +63,7 @@ def left_after(loads: Iterable[Load], engine: Roofline, seconds: float) -> tuple
 def _run(loads: Iterable[Load], engine: Roofline, until_s: float) -> tuple[float, tuple[Load, ...]]:
     """Seconds until the last is done, and what is left at `until_s`, where that comes first."""
     waiting = deque(loads)
-    running: list[
-        tuple[float, int, float, float, Load]
-    ] = []  # (last token, order, reserved, held before token 0, load)
+    running: list[tuple[float, int, float, float, Load]] = []  # (last token, order, reserved, held before token 0, load)
     token = seconds = last = reserved = held = 0.0
     while waiting or running:
         while waiting and len(running) < engine.spec.num_slots:
@@ -104,6 +102,4 @@ def _steps_within(seconds: float, num: int, held: float, engine: Roofline) -> fl
 def _further(entry: tuple[float, int, float, float, Load], token: float, waited_s: float) -> Load:
     end, _, _, base, load = entry
     context = int(base + token)
-    return load._replace(
-        context=context, remaining=end - token, cached=context, wait_s=max(0.0, load.wait_s - waited_s)
-    )
+    return load._replace(context=context, remaining=end - token, cached=context, wait_s=max(0.0, load.wait_s - waited_s))

@@ -71,9 +71,7 @@ def carry(moving: Transfer) -> Carry:
     missing_s = _prefill_s(moving, moving.num_tokens - moving.num_cached)
     bytes_ = moving.num_cached * moving.bytes_per_token
     if not (moving.link_bytes_s and moving.prefill_tokens_s):
-        return Carry(
-            True, 0.0, recompute_s, f"{bytes_ / 1e6:.1f} MB of cache, over a link or to an engine of unknown rate"
-        )
+        return Carry(True, 0.0, recompute_s, f"{bytes_ / 1e6:.1f} MB of cache, over a link or to an engine of unknown rate")
     if moving.num_passed_over >= TRANSFERS:
         return Carry(True, 0.0, recompute_s, f"{bytes_ / 1e6:.1f} MB of cache, over a link that was slow: is it still?")
     cache_s = bytes_ / moving.link_bytes_s + missing_s

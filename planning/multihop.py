@@ -4,8 +4,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from planning.demand import Links, Pair, per_link
-from planning.topology import direct, reserve
+from rubato.planning.demand import Links, Pair, per_link
+from rubato.planning.topology import direct, reserve
 
 
 class LinearProgram(NamedTuple):

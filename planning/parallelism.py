@@ -14,9 +14,9 @@ from heapq import heapify, heapreplace
 from itertools import combinations
 from typing import NamedTuple
 
-from planning.makespan import Instance, Load, finish_s, left_after
-from planning.rebalance import MARGIN, shorten
-from planning.roofline import Roofline
+from rubato.planning.makespan import Instance, Load, finish_s, left_after
+from rubato.planning.rebalance import MARGIN, shorten
+from rubato.planning.roofline import Roofline
 
 FINALISTS = 4
 """Divisions that are refined by moves, the best of those that were dealt."""
@@ -105,8 +105,7 @@ def coming(
     ordered = sorted(loads, key=lambda load: (-load.remaining, load))
     ways = {*divisions(num_gpus, sorted(engines)), *([tuple(sorted(current))] if current else [])}
     dealt = sorted(
-        (_deal(ordered, way, engines, _starts(way, engines, current, steps)) for way in ways),
-        key=lambda each: (each.seconds, each.degrees),
+        (_deal(ordered, way, engines, _starts(way, engines, current, steps)) for way in ways), key=lambda each: (each.seconds, each.degrees)
     )
     stay = next((each for each in dealt if each.degrees == tuple(sorted(current))), None)
     finalists = {each.degrees: each for each in (*dealt[:FINALISTS], *([stay] if stay else []))}
@@ -116,17 +115,10 @@ def coming(
         refined = {way: _ending(each, engines) for way, each in sorted((alike | refined).items())}
     best = min(refined.values(), key=lambda each: (each.seconds, each.degrees), default=None)
     if best is None or best.seconds == float("inf"):
-        raise ValueError(
-            f"{num_gpus} GPUs as instances of {sorted(engines)} can't hold every request; give more GPUs or a larger degree"
-        )
+        raise ValueError(f"{num_gpus} GPUs as instances of {sorted(engines)} can't hold every request; give more GPUs or a larger degree")
     kept = refined.get(tuple(sorted(current)))
     if kept and kept.seconds <= best.seconds / (1 - MARGIN):
-        return _plan(
-            kept,
-            False,
-            drawn,
-            f"{_named(kept.degrees)} stay: {kept.seconds:.1f} s, {_named(best.degrees)} {best.seconds:.1f} s",
-        )
+        return _plan(kept, False, drawn, f"{_named(kept.degrees)} stay: {kept.seconds:.1f} s, {_named(best.degrees)} {best.seconds:.1f} s")
     versus = f" with the switch, {_named(kept.degrees)} {kept.seconds:.1f} s" if kept else ""
     return _plan(best, bool(current), drawn, f"{_named(best.degrees)}: {best.seconds:.1f} s{versus}")
 
@@ -199,20 +191,12 @@ def _later_s(group: Sequence[Instance], degree: int, engines: Mapping[int, Roofl
 
 def _merged_s(group: Sequence[Instance], degree: int, engines: Mapping[int, Roofline], at_s: float) -> float:
     """When it is through if it merges then, the cost in it."""
-    left = [
-        load for each in group for load in left_after(each.loads, engines[each.degree], max(0.0, at_s - each.start_s))
-    ]
+    left = [load for each in group for load in left_after(each.loads, engines[each.degree], max(0.0, at_s - each.start_s))]
     merged = engines[degree]
-    return (
-        at_s
-        + max(_switch_s(left, engines[each.degree], merged) for each in group)
-        + finish_s(_longest_first(left), merged)
-    )
+    return at_s + max(_switch_s(left, engines[each.degree], merged) for each in group) + finish_s(_longest_first(left), merged)
 
 
-def _splits(
-    last: Instance, times: Mapping[str, float], engines: Mapping[int, Roofline]
-) -> Iterator[tuple[float, Change]]:
+def _splits(last: Instance, times: Mapping[str, float], engines: Mapping[int, Roofline]) -> Iterator[tuple[float, Change]]:
     """Parts of its own degree each. Where engines start anew, those that wake do so together, once the split one has given their GPUs away."""
     for degree in sorted(engines):
         if degree < last.degree and last.degree % degree == 0 and last.settled:
@@ -248,9 +232,7 @@ def _longest_first(loads: Sequence[Load]) -> tuple[Load, ...]:
     return tuple(sorted(loads, key=lambda load: (not load.cached, -load.remaining, load)))
 
 
-def _deal(
-    ordered: Sequence[Load], degrees: tuple[int, ...], engines: Mapping[int, Roofline], starts: Sequence[float]
-) -> _Dealt:
+def _deal(ordered: Sequence[Load], degrees: tuple[int, ...], engines: Mapping[int, Roofline], starts: Sequence[float]) -> _Dealt:
     """Each of `ordered`, longest first, to the instance that would be through first with it.
 
     What one more adds is known at once: while its tokens last every step has one request more; where the KV room is full, its share of steps.
@@ -269,19 +251,13 @@ def _deal(
         return prefills[key]
 
     for load in ordered:
-        then = {
-            degree: heap[0].seconds + heap[0].added_s(load, engines[degree], prefill_s(load, degree))
-            for degree, heap in bins.items()
-        }
+        then = {degree: heap[0].seconds + heap[0].added_s(load, engines[degree], prefill_s(load, degree)) for degree, heap in bins.items()}
         degree = min(then, key=lambda each: (then[each], each))
         first = bins[degree][0]
         first.take(load, then[degree])
         heapreplace(bins[degree], first)
     all_bins = sorted((each for heap in bins.values() for each in heap), key=lambda each: each.place)
-    made = tuple(
-        Instance(f"{each.place:04d}", degrees[each.place], tuple(each.loads), start_s=starts[each.place])
-        for each in all_bins
-    )
+    made = tuple(Instance(f"{each.place:04d}", degrees[each.place], tuple(each.loads), start_s=starts[each.place]) for each in all_bins)
     return _Dealt(max((each.through_s(engines) for each in made), default=0.0), degrees, made)
 
 

@@ -4,8 +4,8 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from planning.demand import Flows, Links, Pair, per_link
-from planning.topology import direct
+from rubato.planning.demand import Flows, Links, Pair, per_link
+from rubato.planning.topology import direct
 
 
 class PortSplit(NamedTuple):
@@ -22,9 +22,7 @@ def split(core_bytes: int, pod_bytes: int, ports: int, *, least_core: int, least
     Raises ValueError when the least numbers don't fit.
     """
     if least_core + least_pod > ports:
-        raise ValueError(
-            f"{ports} uplinks can't be split into {least_core} or more to the core and {least_pod} or more in the pod"
-        )
+        raise ValueError(f"{ports} uplinks can't be split into {least_core} or more to the core and {least_pod} or more in the pod")
     highest = ports - least_pod
     total = core_bytes + pod_bytes
     fair = core_bytes * ports // total if total else least_core
@@ -54,9 +52,7 @@ class PodPlan(NamedTuple):
     """Between racks of different pods, over the core switches."""
 
 
-def plan_pods(
-    directed: Mapping[Pair, int], pod_of: Sequence[int], uplinks: int, most_core: int | None = None
-) -> PodPlan:
+def plan_pods(directed: Mapping[Pair, int], pod_of: Sequence[int], uplinks: int, most_core: int | None = None) -> PodPlan:
     """`directed` is bytes between racks; rack i is in pod `pod_of[i]`, pods numbered from 0 without gaps.
 
     Each rack splits its uplinks by what it sends to, or gets from, each side; at most `most_core` of them reach the core, where
@@ -95,16 +91,12 @@ def _splits(
     def of(rack: int, num_racks: int) -> PortSplit:
         core, pod = (max(sides[rack, inside, way] for way in (False, True)) for inside in (False, True))
         least_core = 0 if len(racks) == 1 else 1 if num_racks > 1 or len(racks) == 2 else 2
-        return split(
-            core, pod, uplinks, least_core=least_core, least_pod=max(min(2, num_racks - 1), uplinks - most_core)
-        )
+        return split(core, pod, uplinks, least_core=least_core, least_pod=max(min(2, num_racks - 1), uplinks - most_core))
 
     return tuple(of(rack, len(racks[pod])) for rack, pod in enumerate(pod_of))
 
 
-def _core(
-    directed: Mapping[Pair, int], pod_of: Sequence[int], racks: Mapping[int, list[int]], splits: Sequence[PortSplit]
-) -> Links:
+def _core(directed: Mapping[Pair, int], pod_of: Sequence[int], racks: Mapping[int, list[int]], splits: Sequence[PortSplit]) -> Links:
     """Links per pair of pods; each joins the two racks with free ports that have most bytes for each other per link they have.
 
     Racks of the two pods that have nothing for each other are joined last: by what each has for the other's pod.
@@ -126,9 +118,7 @@ def _core(
     given: Counter[Pair] = Counter()
 
     def end(pod: int, other: int) -> int:
-        rack = max(
-            (r for r in racks[pod] if free[r]), key=lambda r: (beyond[r, other] / (given[r, -1] + 1), free[r], -r)
-        )
+        rack = max((r for r in racks[pod] if free[r]), key=lambda r: (beyond[r, other] / (given[r, -1] + 1), free[r], -r))
         given[rack, -1] += 1
         return rack
 

@@ -29,9 +29,7 @@ class StageWatch:
     """Seconds in which engines had requests of this stage, summed over engines."""
 
 
-def stages(
-    prefill: StageWatch, decode: StageWatch, num_prefill: int, num_decode: int, num_slots: int
-) -> tuple[Stage, Stage] | None:
+def stages(prefill: StageWatch, decode: StageWatch, num_prefill: int, num_decode: int, num_slots: int) -> tuple[Stage, Stage] | None:
     """Both stages as `balance` takes them, for engines that decode `num_slots` requests at once; None before a request has passed both.
 
     A prefill stands in line inside its engine too, so its line is all the time that is not its work.
@@ -41,11 +39,7 @@ def stages(
     work_s = prefill.busy_s / prefill.finished
     return (
         Stage(num_prefill, work_s, max(0.0, prefill.total_s / prefill.finished - work_s)),
-        Stage(
-            num_decode,
-            decode.seated_s / num_slots / decode.finished,
-            (decode.total_s - decode.seated_s) / decode.finished,
-        ),
+        Stage(num_decode, decode.seated_s / num_slots / decode.finished, (decode.total_s - decode.seated_s) / decode.finished),
     )
 
 

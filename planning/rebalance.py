@@ -8,9 +8,9 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple
 
-from planning.makespan import Instance, Load
-from planning.moves import Carry, Transfer, carry
-from planning.roofline import Roofline
+from rubato.planning.makespan import Instance, Load
+from rubato.planning.moves import Carry, Transfer, carry
+from rubato.planning.roofline import Roofline
 
 MARGIN = 0.05
 """A plan that shortens the whole by a smaller share is left alone: its costs are off by as much."""
@@ -80,12 +80,7 @@ def rebalance(
     return Rebalance(found.moves, found.before_s, found.after_s, why)
 
 
-def shorten(
-    instances: Sequence[Instance],
-    engines: Mapping[int, Roofline],
-    fixed: Collection[str] = (),
-    most: int = 8,
-) -> Shortened:
+def shorten(instances: Sequence[Instance], engines: Mapping[int, Roofline], fixed: Collection[str] = (), most: int = 8) -> Shortened:
     """Moves, however little each brings, until none brings the last instance through earlier, or all are through within MARGIN of it.
 
     Requests in `fixed` stay.
@@ -117,9 +112,7 @@ def moved(load: Load, source: Roofline, target: Roofline) -> tuple[Load, Carry]:
     seconds = max(source.kv_move_s(load.context), target.kv_move_s(load.context))
     size = load.context * source.spec.model.kv_bytes_per_token
     prefill_tokens_s = load.context / target.prefill_s(load.context)
-    way = carry(
-        Transfer(load.context, load.cached, source.spec.model.kv_bytes_per_token, size / seconds, prefill_tokens_s)
-    )
+    way = carry(Transfer(load.context, load.cached, source.spec.model.kv_bytes_per_token, size / seconds, prefill_tokens_s))
     if not way.with_cache:
         return load._replace(cached=0), way
     missing_s = target.prefill_s(load.context - load.cached, load.cached)
@@ -127,12 +120,7 @@ def moved(load: Load, source: Roofline, target: Roofline) -> tuple[Load, Carry]:
 
 
 def _best(
-    state: Mapping[str, Instance],
-    times: Mapping[str, float],
-    last: str,
-    engines: Mapping[int, Roofline],
-    stay: Collection[str],
-    most: int,
+    state: Mapping[str, Instance], times: Mapping[str, float], last: str, engines: Mapping[int, Roofline], stay: Collection[str], most: int
 ) -> _Option | None:
     """The first request of the `last` instance, longest remaining first, whose move leaves both instances through before it was.
 

@@ -7,7 +7,7 @@ and starts it cold elsewhere: its time is lost and its own nodes are paid meanwh
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from planning.coexecution import CoexecutionGroup, JobProfile, PinnedJob, SharedCluster, admit, share
+from rubato.planning.coexecution import CoexecutionGroup, JobProfile, PinnedJob, SharedCluster, admit, share
 
 HOUR_S = 3600.0
 
@@ -31,9 +31,7 @@ class RegroupingPlan(NamedTuple):
     why: str
 
 
-def regroup(
-    groups: Sequence[CoexecutionGroup], changed: int, left_s: Mapping[str, float], cluster: SharedCluster
-) -> RegroupingPlan:
+def regroup(groups: Sequence[CoexecutionGroup], changed: int, left_s: Mapping[str, float], cluster: SharedCluster) -> RegroupingPlan:
     """What to dissolve after a job has left group `changed`: that group, or others one after the other into it.
 
     `left_s` is what each job has still to go, alone. Linear in groups. No move at all unless it saves more than it costs.

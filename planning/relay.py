@@ -5,7 +5,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from planning.demand import Demand
+    from rubato.planning.demand import Demand
 
 FANOUT = 2
 """Children per host. A host's link is shared by its children, and each level adds one piece of delay: two loses least on both."""

@@ -4,8 +4,8 @@ from typing import NamedTuple, Self
 
 from pydantic import Field, model_validator
 
-from planning.hardware import GpuSpec, Spec
-from planning.language_model import BF16, ModelSpec
+from rubato.planning.hardware import GpuSpec, Spec
+from rubato.planning.language_model import BF16, ModelSpec
 
 LOAD_BYTES_S = 14.19 * (1 << 30) / 0.9
 """Host memory to one GPU: RollMux, section 3.6, has a 7B engine of one GPU start warm in 0.9 s."""
@@ -160,9 +160,7 @@ class Roofline:
         if spec.tp > 1:
             others = (spec.tp - 1) / spec.tp
             reduce_s = spec.collective_s + 2 * others * row / spec.gpu.nvlink_busbw_bytes_s
-            exchange_s = spec.collective_s + others * row * model.experts_per_token / (
-                spec.tp * spec.gpu.nvlink_busbw_bytes_s
-            )
+            exchange_s = spec.collective_s + others * row * model.experts_per_token / (spec.tp * spec.gpu.nvlink_busbw_bytes_s)
             second_s = 2 * exchange_s if spec.expert_parallel and model.experts else reduce_s
             total += model.layers * (reduce_s + second_s)
         return total + (spec.pp - 1) * (spec.collective_s + row / spec.gpu.nic_busbw_bytes_s)

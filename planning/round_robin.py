@@ -40,13 +40,7 @@ class PhasedJob(NamedTuple):
 
 
 def slowdowns(
-    jobs: Sequence[PhasedJob],
-    cores: float,
-    windows: int,
-    bounds: Sequence[float],
-    *,
-    window: int = WINDOW,
-    most: float = math.inf,
+    jobs: Sequence[PhasedJob], cores: float, windows: int, bounds: Sequence[float], *, window: int = WINDOW, most: float = math.inf
 ) -> list[list[float]] | None:
     """Per job, its time in the group ÷ its time alone, over every `window` steps of it: at least `windows` such figures each, at most `most`.
 

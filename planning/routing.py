@@ -6,7 +6,7 @@ from enum import Enum
 from typing import Final, Literal, NamedTuple
 from zlib import crc32
 
-from planning.engine_info import EngineInfo, WeightsNeed
+from rubato.planning.engine_info import EngineInfo, WeightsNeed
 
 
 @dataclass(eq=False, slots=True)
@@ -56,9 +56,7 @@ def capacity(engine: EngineView) -> int:
     return num_slots + max(1, int(num_slots * QUEUE_FACTOR))
 
 
-def choose(
-    engines: Collection[EngineView], session: str, need: WeightsNeed, sticky: str | None = None
-) -> Choice | Wait:
+def choose(engines: Collection[EngineView], session: str, need: WeightsNeed, sticky: str | None = None) -> Choice | Wait:
     """Route one request of `session` over `engines`; `sticky` names the engine that served the session last.
 
     Never an engine that is suspended, resting or full, nor one that is pinned to an older version; for an exact request only those that are
@@ -133,8 +131,7 @@ def _why_none(engines: Collection[EngineView], need: WeightsNeed) -> Wait:
     if need.exact:
         return Wait.NO_ROOM if any(_serves(engine, need) for engine in pinned) else Wait.NEVER
     has_room = any(
-        not (engine.info.suspended or engine.resting or engine.info.is_last_resort)
-        and engine.in_flight < capacity(engine)
+        not (engine.info.suspended or engine.resting or engine.info.is_last_resort) and engine.in_flight < capacity(engine)
         for engine in pinned
     )
     return Wait.PINNED if has_room else Wait.NO_ROOM

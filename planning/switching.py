@@ -59,10 +59,7 @@ def _best_from(first: int, phases: Sequence[PhaseCost], delay_s: float) -> _Part
     num = len(phases[0].busy_s)
     reached: dict[int, _Partial] = {first: ((phases[0].lasts_s(first), 0), (first,))}
     for before, phase in pairwise(phases):
-        reached = {
-            k: min(_extend(partial, before, k, phase.lasts_s(k), delay_s) for partial in reached.values())
-            for k in range(num)
-        }
+        reached = {k: min(_extend(partial, before, k, phase.lasts_s(k), delay_s) for partial in reached.values()) for k in range(num)}
     closed = (_extend(partial, phases[-1], first, 0.0, delay_s) for partial in reached.values())
     cost, choices = min(closed)
     return cost, choices[:-1]

@@ -53,7 +53,7 @@ class TailRound(NamedTuple):
 
 
 class TailState(NamedTuple):
-    """All that a restart needs: numbers of prompts, in the order in which the data set gives them (`planning.prompts`)."""
+    """All that a restart needs: numbers of prompts, in the order in which the data set gives them (`rubato.planning.prompts`)."""
 
     total: int | None = None
     """Prompts of all epochs together; None never ends."""

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import chain, combinations
 
-from planning.demand import Demand, Flows, Links, Pair, flows, heaviest_first, per_link
+from rubato.planning.demand import Demand, Flows, Links, Pair, flows, heaviest_first, per_link
 
 
 def reserve(heavy: Sequence[Pair], free: list[int]) -> Counter[Pair]:
@@ -60,11 +60,7 @@ Planner = Callable[[Flows, Sequence[int]], Links]
 
 
 def template(
-    traffic: Sequence[Demand],
-    endpoints: Sequence[str],
-    ports_per_endpoint: int,
-    dead: Collection[int] = (),
-    planner: Planner | None = None,
+    traffic: Sequence[Demand], endpoints: Sequence[str], ports_per_endpoint: int, dead: Collection[int] = (), planner: Planner | None = None
 ) -> Links:
     """The links of a phase from its traffic, without the `dead` ports of the switch (endpoint i owns the i-th block of ports).
 

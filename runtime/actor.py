@@ -8,13 +8,14 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from bus.message import Message, Request, reply_types, tag_of
+from rubato.bus.message import Message, Request, reply_types, tag_of
 
 if TYPE_CHECKING:
-    from runtime.config import ActorConfig
-    from runtime.config import Config as Job
-    from runtime.courier import Ref
-    from runtime.kernel import Kernel
+    from rubato.runtime.config import ActorConfig
+    from rubato.runtime.config import Config as Job
+    from rubato.runtime.courier import Ref
+    from rubato.runtime.kernel import Kernel
+    from rubato.runtime.registry import RankRecord
 
 ResultT = TypeVar("ResultT")
 
@@ -23,7 +24,7 @@ current_kernel: "ContextVar[Kernel]" = ContextVar("rubato_kernel")
 
 
 def ref(target: str) -> "Ref":
-    """What `Actor.ref` gives, for code that runs inside an actor without being handed it: an `async` environment, for instance.
+    """The result of `Actor.ref`, for code that runs inside an actor without being handed it: an `async` environment, for instance.
 
     Raises LookupError outside of an actor: in a worker process, which has no way to the run, or in a program of its own.
     """
@@ -31,7 +32,7 @@ def ref(target: str) -> "Ref":
         return current_kernel.get().ref(target)
     except LookupError:
         raise LookupError(
-            f"nobody here can ask {target}: this code does not run inside an actor. Make the environment's methods async, "
+            f"{target} can't be asked here: this code does not run inside an actor. Make the environment's methods async, "
             "so that it runs in the env_manager's own process."
         ) from None
 
@@ -82,7 +83,7 @@ OWN = frozenset({
     "_kernel", "blobs", "config", "directory", "finish", "log", "metrics", "name", "node", "notice", "offload", "peers", "progress",
     "ref", "run", "spawn", "store", "trace", "waits",
 })  # fmt: skip
-"""What `Actor.__init__` sets: a member of a subclass by such a name would be hidden by it."""
+"""Names that `Actor.__init__` sets: a member of a subclass by such a name would be hidden by it."""
 
 
 class Handles:
@@ -109,11 +110,13 @@ class Actor(Handles):
     plugins: Sequence[Handles] = ()
     """Mechanisms that its config names, set by its constructor: a message that one of them has a handler for is the actor's to take."""
     drain_order: ClassVar[int] = 50
-    """When the job is drained and saved, actors of a lower order drain first."""
+    """When the job is drained and saved, actors of a lower order on the same host drain first."""
+    drains_across: ClassVar[bool] = False
+    """Also those of the launching host, where this one is on another: else hosts that joined drain first."""
     least: ClassVar[int] = 0
     """A job that has the role starts with at least this many, and drains no further."""
     provides: ClassVar[frozenset[str]] = frozenset()
-    """What it can do for others, who find it by that under whatever role it runs: `peers` takes a role or such a word."""
+    """Services that it has for others, which find it by them whatever its role: `peers` takes a role or such a word."""
     needs: ClassVar[tuple[str, ...]] = ()
     """Other roles, or what they provide, without which this one can't work: a job that has it must have them."""
     most: ClassVar[int] = 1024
@@ -124,13 +127,20 @@ class Actor(Handles):
         """Compare what the sections of a job say with each other. Raises ValueError with one sentence that names the keys."""
 
     @classmethod
+    def brings(cls, tree: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The roles that a job needs beside this one for what its config, `tree`, says: name → section of `actors`. Those that it names itself
+        stay as they are. `tree` is not checked yet.
+        """
+        return {}
+
+    @classmethod
     def starts(cls, config: Any) -> bool:
         """False: its config says that the job is to go on without it, and no process of it is started."""
         return True
 
     @classmethod
     def plugin_classes(cls, job: "Job") -> "tuple[type[Handles], ...]":
-        """Those of `plugins` that a job has: their messages count to what its hosts must agree on."""
+        """Classes of `plugins` that a job has: their messages count to what its hosts must agree on."""
         return ()
 
     def plugin_for(self, tag: str) -> Handles | None:
@@ -178,7 +188,7 @@ class Actor(Handles):
         """`with self.waits.on(…):` around whatever takes long: the monitor shows it, and who is waited for."""
         self.trace = kernel.trace
         self.directory = kernel.directory
-        """Who is in the run: `find(name)` has the record of a ready actor."""
+        """Actors that are in the run: `find(name)` has the record of a ready actor."""
         self.peers = kernel.directory.ready
         """`peers(role)`: names of the ready instances of that role, sorted."""
         self.ref = kernel.ref
@@ -211,6 +221,10 @@ class Actor(Handles):
         """Tell the node agent, at the end of `on_drain`, how long it took to save what the actor did."""
         await self._kernel.saved(seconds)
 
+    def show_ranks(self, ranks: Sequence["RankRecord"]) -> None:
+        """Let the actor's record, and the monitor, have the processes among which it shares out its work."""
+        self._kernel.ranks = tuple(ranks)
+
     async def on_start(self) -> None:
         """Load state and spawn loops. Messages are delivered, and the actor is announced ready, once this returns."""
 
@@ -233,17 +247,13 @@ def _inspect(cls: type[Handles], name: str, member: Callable[..., Any]) -> Handl
     returns_future = get_origin(returned) is asyncio.Future and member.__rubato_handler__[0] > 1  # type: ignore[attr-defined]
     is_async = inspect.iscoroutinefunction(member)
     if len(parameters) != 1 or parameters[0] not in hints or is_async == returns_future:
-        raise TypeError(
-            f"{where} must be async (or return a Future, with a concurrency above 1) and take one annotated message"
-        )
+        raise TypeError(f"{where} must be async (or return a Future, with a concurrency above 1) and take one annotated message")
     if returns_future:
         (returned,) = get_args(returned)
     message = hints[parameters[0]]
     if not (isinstance(message, type) and issubclass(message, Message)):
         raise TypeError(f"{where} takes {message!r}, which is not a Message")
-    replies: dict[str, type[Message]] = (
-        dict(reply_types(cast("type[Request[Any]]", message))) if issubclass(message, Request) else {}
-    )
+    replies: dict[str, type[Message]] = dict(reply_types(cast("type[Request[Any]]", message))) if issubclass(message, Request) else {}
     declared: set[str] = set() if returned in (None, type(None)) else {tag_of(t) for t in _members(returned)}
     if declared != set(replies):
         raise TypeError(f"{where} returns {sorted(declared)}, but {message.__name__} is answered by {sorted(replies)}")

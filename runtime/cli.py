@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, cast
 
-from runtime.errors import ExitCode, RubatoError
+from rubato.runtime.errors import ExitCode, RubatoError
 
 
 class Command(NamedTuple):
@@ -19,16 +19,14 @@ class Command(NamedTuple):
     line: str
 
 
-LAUNCH = "runtime.launch.commands"
-CLUSTER = "actors.cluster.commands"
+LAUNCH = "rubato.runtime.launch.commands"
+CLUSTER = "rubato.actors.cluster.commands"
 
 COMMANDS = {
     "launch": Command(LAUNCH, False, "run the job that a config describes, or go on with one"),
-    "eval": Command("actors.report.evaluate", False, "evaluate a model, or a run's checkpoints, on held-out tasks"),
+    "eval": Command("rubato.actors.report.evaluate", False, "evaluate a model, or a run's checkpoints, on held-out tasks"),
     "add": Command(LAUNCH, True, "start more actors of a role in a running job"),
-    "drain": Command(
-        LAUNCH, True, "let actors of a running job finish and end, or hosts that joined it; nothing is lost"
-    ),
+    "drain": Command(LAUNCH, True, "let actors of a running job finish and end, or hosts that joined it; nothing is lost"),
     "stop": Command(LAUNCH, True, "drain and save a running job"),
     "hosts": Command(LAUNCH, True, "list the hosts of a running job, and what each runs"),
     "leave": Command(LAUNCH, True, "take this host out of the job that it joined"),
@@ -36,18 +34,22 @@ COMMANDS = {
     "submit": Command(CLUSTER, True, "give a job to a cluster"),
     "jobs": Command(CLUSTER, True, "list the jobs of a cluster"),
     "cancel": Command(CLUSTER, True, "take a job from a cluster; what it did is saved"),
-    "monitor": Command(
-        "runtime.monitor.command", False, "watch a run: live, as one table, as JSON, or what waits for what"
+    "monitor": Command("rubato.runtime.monitor.command", False, "watch a run: live, as one table, as JSON, or what waits for what"),
+    "samples": Command("rubato.actors.report.transcripts.command", False, "show what the model wrote, and what became of it"),
+    "export": Command("rubato.actors.adapters.export", False, "write a checkpoint as a whole model, an adapter merged into its base"),
+    "fit": Command(
+        "rubato.actors.report.fit", False, "say what memory a job takes of each device, and what to change where it does not fit"
     ),
-    "samples": Command("actors.report.transcripts.command", False, "show what the model wrote, and what became of it"),
-    "compare": Command("actors.report.compare", False, "compare the curves and final figures of several runs"),
-    "tap": Command("runtime.monitor.tap", False, "print the messages of a running actor as they travel"),
-    "serve-rewards": Command(
-        "actors.rewards.serve", False, "serve a reward function over HTTP, for any number of jobs"
+    "compare": Command("rubato.actors.report.compare", False, "compare the curves and final figures of several runs"),
+    "tap": Command("rubato.runtime.monitor.tap", False, "print the messages of a running actor as they travel"),
+    "vllm-command": Command(
+        "rubato.actors.engines.vllm_command", False, "print the line that starts the server of engine.kind=vllm_server"
     ),
-    "sim": Command("sim.rlsim", False, "simulate a scenario of a cluster and check its claims"),
-    "keys": Command("runtime.launch.token", False, "make a run's keys, or print the token with which a host joins it"),
-    "doctor": Command("runtime.doctor", False, "check this machine and installation"),
+    "serve-rewards": Command("rubato.actors.rewards.serve", False, "serve a reward function over HTTP, for any number of jobs"),
+    "sim": Command("rubato.sim.rlsim", False, "simulate a scenario of a cluster and check its claims"),
+    "configs": Command("rubato.runtime.config.shipped", False, "list the configs that come with Rubato, or print one"),
+    "keys": Command("rubato.runtime.launch.token", False, "make a run's keys, or print the token with which a host joins it"),
+    "doctor": Command("rubato.runtime.doctor", False, "check this machine and installation"),
 }
 
 
@@ -72,7 +74,7 @@ def _dispatch(arguments: list[str]) -> int:
         guess = f"Did you mean rubato {near[0]}?" if near else "See rubato --help."
         print(f"{name} is not a command. {guess}", file=sys.stderr)  # noqa: T201
         return ExitCode.REFUSED
-    importlib.import_module("runtime.observe.lean").import_structlog()
+    importlib.import_module("rubato.runtime.observe.lean").import_structlog()
     run: Callable[[list[str]], int] = importlib.import_module(command.module).main
     return run(arguments if command.verb else arguments[1:])
 
@@ -149,7 +151,7 @@ def _help() -> str:
             "",
             *lines,
             "",
-            "rubato COMMAND --help says more. Start with: rubato launch configs/quickstart.yaml",
+            "rubato COMMAND --help says more. Start with: rubato launch quickstart",
         ]
     )
 

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from bus.codec import NOT_OURS, Envelope, EnvelopeKind, body_decoder, decode_body, encode_body
-from bus.errors import AskFailed, BadFrame, BusError, Failed, NotSent, Refused, Unknown
-from bus.link import Account, Peer
-from bus.message import Message, Request, reply_types
-from bus.transport import Delivery, Transport
-from runtime.observe.figures import Waits, WaitView
-from runtime.registry import ActorRecord, Directory
+from rubato.bus.codec import NOT_OURS, Envelope, EnvelopeKind, body_decoder, decode_body, encode_body
+from rubato.bus.errors import AskFailed, BadFrame, BusError, Failed, NotSent, Refused, Unknown
+from rubato.bus.link import Account, Peer
+from rubato.bus.message import Message, Request, reply_types
+from rubato.bus.transport import Delivery, Transport
+from rubato.runtime.observe.figures import Waits, WaitView
+from rubato.runtime.registry import ActorRecord, Directory
 
 ReplyT = TypeVar("ReplyT")
 
@@ -128,9 +128,7 @@ class Courier:
             self._withdraw(record, ask_id)
             raise
 
-    def begin(
-        self, record: ActorRecord, request: Request[ReplyT], deadline: float, trace: bytes
-    ) -> "asyncio.Future[ReplyT] | None":
+    def begin(self, record: ActorRecord, request: Request[ReplyT], deadline: float, trace: bytes) -> "asyncio.Future[ReplyT] | None":
         """As `ask`, without a task to wait in; None where there is no credit now. To cancel the future is to cancel the work."""
         try:
             encoded = encode_body(request)
@@ -253,9 +251,7 @@ class Courier:
         self._latest[record.name] = route
         return route
 
-    async def _tell_later(
-        self, route: _Route, size: int, tag: str, body: msgspec.Raw, buffers: Sequence[memoryview | bytes]
-    ) -> None:
+    async def _tell_later(self, route: _Route, size: int, tag: str, body: msgspec.Raw, buffers: Sequence[memoryview | bytes]) -> None:
         record = route.record
         await self._take_credit(route, size, None)
         envelope = Envelope.tell(record.name, record.incarnation, tag, current_trace.get(), body, self._sender)

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from bus.codec import NOT_OURS, NOTHING, Envelope, EnvelopeKind, body_decoder, decode_body, encode_body
-from bus.errors import AskFailed, BadFrame, BusError
-from bus.link import WINDOW_MESSAGES, Grants, Peer, charge
-from bus.message import Message
-from bus.transport import Delivery, Transport
-from runtime.actor import Actor, HandlerSpec, Handles
-from runtime.courier import SHOWN_S, current_deadline, current_trace
-from runtime.observe.figures import WaitView
+from rubato.bus.codec import NOT_OURS, NOTHING, Envelope, EnvelopeKind, body_decoder, decode_body, encode_body
+from rubato.bus.errors import AskFailed, BadFrame, BusError
+from rubato.bus.link import WINDOW_MESSAGES, Grants, Peer, charge
+from rubato.bus.message import Message
+from rubato.bus.transport import Delivery, Transport
+from rubato.runtime.actor import Actor, HandlerSpec, Handles
+from rubato.runtime.courier import SHOWN_S, current_deadline, current_trace
+from rubato.runtime.observe.figures import WaitView
 
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
@@ -35,7 +35,7 @@ _TELL = int(EnvelopeKind.TELL)
 _CANCEL = int(EnvelopeKind.CANCEL)
 _OK = int(EnvelopeKind.OK)
 
-NOBODY = b""
+NO_PEER = b""
 """The peer of letters whose link is gone: they are handled, and what is posted to it goes nowhere."""
 
 Spawn = Callable[..., "asyncio.Task[Any]"]
@@ -155,7 +155,7 @@ class Dispatcher:
         self._grants.pop(peer, None)
         for letter in self._mailbox.letters:
             if letter.peer == peer:
-                letter.peer = NOBODY
+                letter.peer = NO_PEER
         self._concurrent.forget(peer)
 
     def end(self) -> None:
@@ -178,10 +178,7 @@ class Dispatcher:
                     self._unknown(actor, delivery)
                 elif handler.spec.concurrency > 1:
                     self._concurrent.admit(handler, delivery)
-                    deadline, trace = (
-                        current_deadline.get(),
-                        current_trace.get(),
-                    )  # one that returns a future sets them too
+                    deadline, trace = (current_deadline.get(), current_trace.get())  # one that returns a future sets them too
                 else:
                     self.consumed(delivery)
                     message = self.open(handler, delivery)
@@ -316,10 +313,10 @@ class ConcurrentHandlers:
         """The link is gone: what it asked for is cancelled where its handler does not outlive it."""
         for letter in (letter for parked in self._parked.values() for letter in parked):
             if letter.peer == peer:
-                letter.peer = NOBODY
+                letter.peer = NO_PEER
         for where in [where for where in self._running if where[0] == peer]:
             run = self._running.pop(where)
-            run.delivery.peer = NOBODY
+            run.delivery.peer = NO_PEER
             if not run.outlives_asker:
                 run.work.cancel()
 
@@ -348,7 +345,7 @@ class ConcurrentHandlers:
             work = self._begin(handler, delivery, message)
         else:
             work = self._spawn(self._run(handler, delivery, message), name=f"{self._name}.{spec.method}")
-        if delivery.envelope.kind == _ASK and delivery.peer != NOBODY:
+        if delivery.envelope.kind == _ASK and delivery.peer != NO_PEER:
             where = (delivery.peer, delivery.envelope.id)
             self._running[where] = _Run(delivery, spec.outlives_asker, work)
         work.add_done_callback(partial(self._ended, handler, delivery))
@@ -405,10 +402,7 @@ def _bound(actor: Actor) -> dict[str, Handler]:
 
 
 def _handlers(owner: Handles) -> dict[str, Handler]:
-    return {
-        tag: Handler(spec, getattr(owner, spec.method), body_decoder(spec.message))
-        for tag, spec in owner.handlers.items()
-    }
+    return {tag: Handler(spec, getattr(owner, spec.method), body_decoder(spec.message)) for tag, spec in owner.handlers.items()}
 
 
 def _late(actor: Actor, handlers: dict[str, Handler], tag: str) -> Handler | None:

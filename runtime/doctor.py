@@ -16,8 +16,7 @@ from typing import Literal, NamedTuple
 Verdict = Literal["ok", "warn", "fail"]
 
 DISTRIBUTION = "rubato-rl"
-PACKAGES = ("bus", "runtime", "planning", "actors")
-OPTIONAL_PACKAGES = ("sim",)
+NAME, PACKAGES = "rubato", ("bus", "runtime", "planning", "actors", "sim")
 
 SOCKET_PATH_MAX = 107
 """Bytes of a unix socket's path on Linux."""
@@ -64,44 +63,44 @@ def check_python(version: tuple[int, int] = (sys.version_info.major, sys.version
 
 
 def check_packages() -> Finding:
-    """Our top-level packages lie in one folder and belong to no other distribution."""
-    folders = {name: folder for name in PACKAGES + OPTIONAL_PACKAGES if (folder := _folder_of(name)) is not None}
+    """Our packages lie in one folder, and no other distribution brings a package of our name."""
+    folders = {name: folder for name in PACKAGES if (folder := _folder_of(f"{NAME}.{name}")) is not None}
     return judge_packages(folders, metadata.packages_distributions())
 
 
 def judge_packages(folders: dict[str, Path], owners: Mapping[str, Sequence[str]]) -> Finding:
-    """What `check_packages` decides on: parent folder of each package, and the distributions that claim its name."""
+    """What `check_packages` decides on: parent folder of each package, and the distributions that bring packages, by package."""
     missing = [name for name in PACKAGES if name not in folders]
     if missing:
-        return Finding("fail", f"{', '.join(missing)} can't be imported. Install with: pip install -e .")
-    strangers = sorted({o for name in folders for o in owners.get(name, []) if o != DISTRIBUTION})
+        return Finding("fail", f"{NAME}.{', '.join(missing)} can't be imported. Install with: pip install -e .")
+    strangers = sorted({owner for owner in owners.get(NAME, []) if owner != DISTRIBUTION})
     if strangers:
-        return Finding("fail", f"{', '.join(strangers)} brings packages of our names. Use an environment without it.")
+        return Finding("fail", f"{', '.join(strangers)} brings a package of our name. Use an environment without it.")
     home = folders["runtime"]
     apart = [name for name, folder in folders.items() if folder != home]
     if apart:
         return Finding("fail", f"{', '.join(apart)} comes from {folders[apart[0]]}, the others from {home}")
-    return Finding("ok", f"{' '.join(folders)} in {home}")
+    return Finding("ok", f"{NAME}: {' '.join(folders)} in {home}")
 
 
 def check_checkout(here: Path | None = None) -> Finding:
     """Inside a checkout, what runs should be that checkout."""
-    here, home = (here or Path.cwd()).resolve(), _folder_of("runtime")
+    here, home = (here or Path.cwd()).resolve(), _folder_of("rubato.runtime")
     checkout = next((folder for folder in (here, *here.parents) if _is_checkout(folder)), None)
     if checkout is not None and checkout != home:
-        return Finding("warn", f"runtime comes from {home}, not from {checkout}. Run pip install -e . there to use it.")
-    return Finding("ok", f"runtime comes from {home}")
+        return Finding("warn", f"rubato comes from {home}, not from {checkout}. Run pip install -e . there to use it.")
+    return Finding("ok", f"rubato comes from {home}")
 
 
 def check_safe_path() -> Finding:
-    """Nothing in the working folder may hide our packages."""
+    """Nothing in the working folder may hide our package."""
     if sys.flags.safe_path:
         return Finding("ok", "PYTHONSAFEPATH is set")
-    here, home = Path.cwd(), _folder_of("runtime")
-    hiding = [name for name in PACKAGES if (here / name).exists() or (here / f"{name}.py").exists()]
+    here, home = Path.cwd(), _folder_of("rubato.runtime")
+    hiding = [name for name in (NAME, f"{NAME}.py") if (here / name).exists()]
     if hiding and here != home:
         return Finding("warn", f"{', '.join(hiding)} in {here} may hide ours. Set PYTHONSAFEPATH=1 there.")
-    return Finding("ok", "nothing here hides our packages; every process we start has PYTHONSAFEPATH set")
+    return Finding("ok", "nothing here hides our package; every process we start has PYTHONSAFEPATH set")
 
 
 def check_redis() -> Finding:

@@ -10,21 +10,22 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from bus.link import Identity
-from bus.transport import MemoryNetwork, MemoryTransport
-from runtime.actor import Actor, RunInfo
-from runtime.blobs.blob import MemoryBlobStore
-from runtime.config import ActorConfig, Config
-from runtime.courier import Ref
-from runtime.errors import ActorFailed, LaunchError, first_cause
-from runtime.host import HostedTask, TaskBackend
-from runtime.kernel import NODE, Kernel
-from runtime.launch.agent import Hosting, NodeAgent
-from runtime.launch.folder import RunFolder
-from runtime.messages import Progress
-from runtime.observe.log import logger
-from runtime.registry import role_of
-from runtime.store.store import MemoryStore, Store
+from rubato.bus.link import Identity
+from rubato.bus.memory import MemoryNetwork, MemoryTransport
+from rubato.runtime.actor import Actor, RunInfo
+from rubato.runtime.config import ActorConfig, Config
+from rubato.runtime.config.compose import preflight
+from rubato.runtime.courier import Ref
+from rubato.runtime.errors import ActorFailed, LaunchError, first_cause
+from rubato.runtime.host import HostedTask, TaskBackend
+from rubato.runtime.kernel import NODE, Kernel
+from rubato.runtime.launch.agent import Hosting, NodeAgent
+from rubato.runtime.launch.folder import RunFolder
+from rubato.runtime.memory import MemoryBlobStore, MemoryStore
+from rubato.runtime.messages import Progress
+from rubato.runtime.observe.log import logger
+from rubato.runtime.registry import role_of
+from rubato.runtime.store.store import Store
 
 Row = dict[str, float]
 """One training step, as it stands in metrics.jsonl."""
@@ -53,7 +54,7 @@ class _Screen:
         self.notices.append(text)
 
     def actors(self, ready: int, wanted: int) -> None:
-        """Nobody looks."""
+        """An embedded job shows no count of its actors."""
 
     def wake(self, _over: object = None) -> None:
         self.news.set()
@@ -164,13 +165,7 @@ class EmbeddedJob:
 
 @asynccontextmanager
 async def embed(
-    config: Config,
-    folder: str | Path,
-    *,
-    extra: Extra | None = None,
-    force: bool = False,
-    resume: bool = False,
-    store: Store | None = None,
+    config: Config, folder: str | Path, *, extra: Extra | None = None, force: bool = False, resume: bool = False, store: Store | None = None
 ) -> AsyncGenerator[EmbeddedJob]:
     """Run `config`'s actors in this event loop for the length of the block.
 
@@ -184,12 +179,8 @@ async def embed(
     logging.getLogger("rubato").addHandler(logging.NullHandler())
     held = RunFolder(Path(folder).resolve(), embedded=True)
     if resume and (store is None or await store.get(KNOWN) is None):
-        told = (
-            "the store given knows nothing of it" if store else "the state of a run without store= ended with its block"
-        )
-        raise LaunchError(
-            f"the run in {held.path} can't be resumed: {told}. Give resume=True the store= that the run had."
-        )
+        told = "the store given knows nothing of it" if store else "the state of a run without store= ended with its block"
+        raise LaunchError(f"the run in {held.path} can't be resumed: {told}. Give resume=True the store= that the run had.")
     for role, name in ((role, name) for role, spec in config.actors.items() for name in spec.pools):
         if config.actors[role].pools[name].own_process:
             raise LaunchError(
@@ -201,7 +192,7 @@ async def embed(
     store = store or MemoryStore()
     held.open(resume=resume, force=force, model=config.model_path)
     try:
-        config.preflight(held.path)
+        preflight(config, held.path)
         held.config.touch(mode=0o600)
         held.config.write_text(config.dump())
         held.commit()

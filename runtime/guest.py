@@ -7,21 +7,21 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
-from bus.errors import AskFailed, BadAddress
-from bus.message import Request
-from runtime.actor import Actor
-from runtime.config import ActorConfig, Config
-from runtime.errors import LaunchError, first_cause
-from runtime.launch.connection import RunAccess, connect
-from runtime.messages import NotAdded
-from runtime.monitor.source import silent_store
-from runtime.registry import NODE, list_actors
-from runtime.store.errors import StoreUnavailable
+from rubato.bus.errors import AskFailed, BadAddress
+from rubato.bus.message import Request
+from rubato.runtime.actor import Actor
+from rubato.runtime.config import ActorConfig, Config
+from rubato.runtime.errors import LaunchError, first_cause
+from rubato.runtime.launch.connection import RunAccess, connect
+from rubato.runtime.messages import NotAdded
+from rubato.runtime.monitor.source import silent_store
+from rubato.runtime.registry import NODE, list_actors
+from rubato.runtime.store.store import StoreUnavailable
 
 ReplyT = TypeVar("ReplyT")
 
 ASK_S = 40.0
-"""Longer than a drain takes, so that whoever asks for one hears what happened."""
+"""Longer than a drain takes, so that a guest that asks for one gets its outcome."""
 
 
 class Guest(Actor):

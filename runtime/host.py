@@ -6,15 +6,16 @@ serves the launcher, a host that joined, an embedded job and the simulation.
 
 import asyncio
 import contextvars
+import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Coroutine
 from contextlib import suppress
 from typing import Any, NamedTuple, Protocol, Self
 
-from runtime.errors import ActorFailed, ExitCode, first_cause, said_by
-from runtime.kernel import Kernel, is_permanent
-from runtime.observe.log import logger
-from runtime.registry import role_of
+from rubato.runtime.errors import ActorFailed, ExitCode, first_cause, said_by
+from rubato.runtime.kernel import Kernel, is_permanent
+from rubato.runtime.observe.log import logger
+from rubato.runtime.registry import role_of
 
 # -- what a back end is -----------------------------------------------------------------------------------------
 
@@ -175,21 +176,29 @@ class JobHost:
             hosted.instance.drain()
         await self._within(limit_s, name, hosted, hosted.gone.wait())
 
-    async def restart(self, name: str, limit_s: float) -> None:
-        """Drain `name` and start it again, outside its budget; returns when it has ended, killed past `limit_s`."""
+    async def restart(self, name: str, limit_s: float, *, held: bool = False) -> None:
+        """Drain `name` and start it again, outside its budget; returns when it has ended, killed past `limit_s`.
+
+        What is held still (SIGSTOP) could not drain: it is killed. What has ended already is started again as its budget says. With `held`
+        whatever is not held still is left alone.
+        """
         hosted = self._hosted.get(name)
-        if hosted is None or hosted.instance is None:
+        if hosted is None or hosted.instance is None or (held and not hosted.instance.is_stopped()):
             return
         hosted.restarting = True
-        hosted.instance.drain()
+        if hosted.instance.is_stopped():
+            hosted.instance.kill()
+        else:
+            hosted.instance.drain()
         await self._within(limit_s, name, hosted, hosted.instance.ended())
 
-    async def drain_all(self, limit_s: float, *, by_rank: bool) -> None:
-        """Drain everything, one rank after another or all at once; what ends from now on is not started again."""
+    async def drain_all(self, limit_s: float, *, by_rank: bool, below: float = math.inf) -> None:
+        """Drain all of a rank `below` that, one rank after another or at once; whatever ends from now on is not started again."""
         self._stopping = True
         ranks: dict[int, list[str]] = {}
         for name, hosted in self._hosted.items():
-            ranks.setdefault(hosted.rank if by_rank else 0, []).append(name)
+            if hosted.rank < below:
+                ranks.setdefault(hosted.rank if by_rank else 0, []).append(name)
         for _, names in sorted(ranks.items()):
             async with asyncio.TaskGroup() as tasks:
                 for name in names:
@@ -235,7 +244,9 @@ class JobHost:
             return Ending("not started", str(error))
         if hosted.leaving:
             instance.drain()
-        return await instance.ended()
+        ending = await instance.ended()
+        hosted.instance = None
+        return ending
 
     async def _goes_on(self, name: str, hosted: _Hosted, ending: Ending, after_s: float) -> bool:
         """Tell of an end, and wait for as long as the actor's budget says. False when it is not to be started again."""
@@ -318,10 +329,7 @@ class TaskBackend:
     """Actors as tasks of `tasks`; `make` builds the kernel of an incarnation, and `hosted` what stands for it."""
 
     def __init__(
-        self,
-        tasks: asyncio.TaskGroup,
-        make: Callable[[Any], Awaitable[Kernel]],
-        hosted: Callable[[str], HostedTask] = HostedTask,
+        self, tasks: asyncio.TaskGroup, make: Callable[[Any], Awaitable[Kernel]], hosted: Callable[[str], HostedTask] = HostedTask
     ) -> None:
         self._tasks, self._make, self._hosted = tasks, make, hosted
 

@@ -10,25 +10,24 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from bus.errors import AskFailed
-from bus.message import Ack, Message
-from bus.transport import Delivery, Transport
-from runtime.actor import Actor, RunInfo, current_kernel
-from runtime.blobs.blob import BlobStore
-from runtime.courier import Courier, Ref, current_deadline, current_trace
-from runtime.dispatch import Dispatcher
-from runtime.errors import PERMANENT, ActorFailed, NotRunning, has_no_room
-from runtime.messages import Drain, Finish, Notice, Progress, RoomWanted, Saved, Tap
-from runtime.observe.figures import Metrics, Waits, measure_loop_lag
-from runtime.observe.trace import Trace
-from runtime.registry import BEAT_S, LEASE_TTL_S, NODE, ActorRecord, Directory, Registry, State, announce, withdraw
-from runtime.store.errors import StoreUnavailable
-from runtime.store.store import Store
+from rubato.bus.errors import AskFailed
+from rubato.bus.message import Ack, Message
+from rubato.bus.transport import Delivery, Transport
+from rubato.runtime.actor import Actor, RunInfo, current_kernel
+from rubato.runtime.blobs.blob import BlobStore
+from rubato.runtime.courier import Courier, Ref, current_deadline, current_trace
+from rubato.runtime.dispatch import Dispatcher
+from rubato.runtime.errors import PERMANENT, ActorFailed, NotRunning, has_no_room
+from rubato.runtime.messages import Drain, Finish, Notice, Progress, RoomWanted, Saved, Tap
+from rubato.runtime.observe.figures import Metrics, Waits, measure_loop_lag
+from rubato.runtime.observe.trace import Trace
+from rubato.runtime.registry import BEAT_S, LEASE_TTL_S, NODE, ActorRecord, Directory, RankRecord, Registry, State, announce, withdraw
+from rubato.runtime.store.store import Store, StoreUnavailable
 
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
 
-    from runtime.observe.tap import FrameTap
+    from rubato.runtime.observe.tap import FrameTap
 
 ResultT = TypeVar("ResultT")
 
@@ -81,6 +80,8 @@ class Kernel:
         self.log = log
         self.metrics = Metrics()
         self.waits = Waits()
+        self.ranks: tuple[RankRecord, ...] = ()
+        """As the actor's record has them."""
         self.trace = trace or Trace(None)
         self.directory = Directory(node)
         self.ready = asyncio.Event()
@@ -186,7 +187,7 @@ class Kernel:
 
     def _tap_asked(self, delivery: Delivery) -> None:
         if self._tap is None:
-            from runtime.observe.tap import FrameTap  # only an actor that somebody taps needs it
+            from rubato.runtime.observe.tap import FrameTap  # only an actor that is tapped needs it
 
             self._tap = FrameTap(self.transport, self.dispatch)
         self._tap.asked(delivery)
@@ -269,9 +270,7 @@ class Kernel:
     def finish(self, reason: str, *, failed: bool = False) -> None:
         # What fails on a host that joined ends that host's part of the job, not the job.
         node = self.node if failed else NODE
-        self.spawn(
-            self._ask_to_finish(Finish(self.name, self.run.hidden(reason), failed), node), name=f"{self.name}.finish"
-        )
+        self.spawn(self._ask_to_finish(Finish(self.name, self.run.hidden(reason), failed), node), name=f"{self.name}.finish")
 
     def progress(self, step: int, row: dict[str, float]) -> None:
         self.spawn(self._tell_node(Progress(step, self.run.steps, row)), name=f"{self.name}.tell_node")
@@ -339,7 +338,7 @@ class _Presence:
         await self._publish("holds")
 
     async def become(self, state: State) -> None:
-        """Publish the new state, and announce it to everybody; who drains does not need the Store for it."""
+        """Publish the new state, and announce it to all actors; one that drains does so without the Store too."""
         self._state = state
         if state == "ready":
             await self._announce("ready")
@@ -360,7 +359,7 @@ class _Presence:
             await withdraw(self._kernel.store, self._record())
 
     async def _unless_away(self, told: Awaitable[None]) -> None:
-        """A Store that is away keeps nobody from leaving: a job can be stopped without it."""
+        """A Store that is away keeps no actor from leaving: a job can be stopped without it."""
         try:
             async with asyncio.timeout(LEAVE_S):
                 await told
@@ -390,9 +389,7 @@ class _Presence:
 
     async def _publish(self, how: str) -> None:
         if not await self._kernel.registry.publish(self._record()):
-            raise ActorFailed(
-                f"{self._kernel.name}: a newer incarnation {how} the name; this one ({self._kernel.incarnation}) must end"
-            )
+            raise ActorFailed(f"{self._kernel.name}: a newer incarnation {how} the name; this one ({self._kernel.incarnation}) must end")
 
     async def renew(self) -> None:
         """Keep the lease for another while. Raises ActorFailed where a newer incarnation has taken the name."""
@@ -401,17 +398,20 @@ class _Presence:
                 await self._publish("took")
 
     async def _rejoin(self, silent_s: float) -> None:
-        """Be seen again at once by whoever lost a link to this actor or saw its lease lapse, instead of at their next look round.
-
-        Where the lease has lapsed the run has gone on without this actor. It comes back as a new incarnation: whatever was meant
-        for the old one, or still says so, is refused. The renewal that was just answered may have reached the Store before the process
-        was stopped, so another one shows that nobody has the name, between the draw and its use: whoever took the name before the
-        draw is newer than the old incarnation, and whoever does after it is newer than the new one.
-        """
+        """Show this actor again at once to processes that lost their link to it or saw its lease lapse, before their next look round."""
         if silent_s > LEASE_TTL_S:
-            async with self._renewing:
+            # The lease lapsed, and the run went on without this actor: others got its work, a successor may have its name. It comes
+            # back as a new incarnation, so that what is addressed to the old one, or still speaks for it, is refused.
+            #
+            # Three steps: draw a number; publish under the old one, which fails where a higher one has the name; publish under the new
+            # one. The renewal before this call does not do for the second step: it may have reached the Store before the process was
+            # stopped, and a successor come since. Nor may that step come before the draw: a successor could take the name between the
+            # two, and our later number would drive it out. So a successor that has the name by now ends us at the second step, and one
+            # whose number is drawn from now on at the third.
+            async with self._renewing:  # neither a renewal nor the withdrawal comes between the steps
                 if self._state == "stopped":
                     return
+                # `at_least`: a Store that lost its counter could give a number that is no higher than ours.
                 drawn = await self._kernel.store.increment("incarnation", at_least=self._kernel.incarnation + 1)
                 await self._publish("took")
                 self._kernel.dispatch.incarnation = drawn
@@ -455,13 +455,12 @@ class _Presence:
             rate_s=metrics.pop("actor/rate_s", 0.0),
             idle=min(metrics.pop("idle", 1.0), 1.0 - self._cpu_share),
             metrics=metrics,
-            waits=self._kernel.waits.snapshot(
-                now, [*self._kernel.courier.open_asks(now), *self._kernel.dispatch.at_work(now)]
-            ),
+            waits=self._kernel.waits.snapshot(now, [*self._kernel.courier.open_asks(now), *self._kernel.dispatch.at_work(now)]),
             stages=self._kernel.waits.stages(now),
             node=self._kernel.node,
             public=self._kernel.transport.public_address,
             pool=self._pool,
             hardware=self._hardware,
             provides=self._provides,
+            ranks=self._kernel.ranks,
         )

@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from bus.message import Ack, Message, Request
+from rubato.bus.message import Ack, Buffer, Message, Request
 
 
 class Drain(Request[Ack], frozen=True):
@@ -38,7 +38,7 @@ class NotTapped(Message, frozen=True):
 class Tap(Request[Tapped | NotTapped], frozen=True):
     """To any kernel: show me your frames. Answered after `wait_s` with what was seen; the next ask gets what follows.
 
-    It ends by itself once nobody asks for some seconds. The frames of the asker's own link are left out.
+    It ends by itself after some seconds without an ask. The frames of the asker's own link are left out.
     """
 
     wait_s: float
@@ -149,6 +149,8 @@ class RestartActors(Request[Added | NotAdded], frozen=True):
     """To the first host's node agent: drain these actors and start them again; answered when their old processes have exited."""
 
     names: tuple[str, ...]
+    held: bool = False
+    """Those of them alone that something holds still (SIGSTOP)."""
 
 
 class StopJob(Request[Ack], frozen=True):
@@ -157,3 +159,89 @@ class StopJob(Request[Ack], frozen=True):
     idempotent: ClassVar[bool] = True
     now: bool = False
     reason: str = "stopped by request"
+
+
+class NotHere(Message, frozen=True):
+    """Why this host can't give it; ask another."""
+
+    why: str
+
+
+class BlobPiece(Message, frozen=True):
+    """One piece of the content, as long as runtime/blobs/blob.py cuts it; the last may be shorter."""
+
+    data: Buffer
+
+
+class GetPiece(Request[BlobPiece | NotHere], frozen=True):
+    """Piece `index`, counted from 0. A host that is still pulling it answers once it has it."""
+
+    idempotent: ClassVar[bool] = True
+    name: str
+    version: int
+    epoch: int
+    index: int
+
+
+class BlobPieces(Message, frozen=True):
+    """The digests of all pieces, 32 bytes each, in order: their own digest is the blob's."""
+
+    digests: Buffer
+
+
+class GetPieces(Request[BlobPieces | NotHere], frozen=True):
+    """What each piece must hash to."""
+
+    idempotent: ClassVar[bool] = True
+    name: str
+    version: int
+    epoch: int
+
+
+class Newest(Message, frozen=True):
+    """The newest version that a host has; digest and size of what changed since the one before, where that is there too."""
+
+    version: int
+    epoch: int
+    digest: str
+    size_bytes: int
+    delta: str = ""
+    delta_bytes: int = 0
+
+
+class FindNewest(Request[Newest | NotHere], frozen=True):
+    """Which version of this name is the newest there?"""
+
+    idempotent: ClassVar[bool] = True
+    name: str
+
+
+class Pulled(Message, frozen=True):
+    """It lies on this host now. `sources`: who gave pieces of it; empty where it was here already."""
+
+    sources: tuple[str, ...]
+
+
+class NotPulled(Message, frozen=True):
+    """No source had all of it; what went wrong with each."""
+
+    why: str
+
+
+class PullBlob(Request[Pulled | NotPulled], frozen=True):
+    """Bring this blob to your host, from one of the node agents in `sources`, best first. Asked often, it is pulled once.
+
+    The first `ways` of them give one part of the pieces each, at the same time, as long as they do. Where `delta` is given, and your host
+    has the version before, what changed is pulled instead, and the blob made of both.
+    """
+
+    idempotent: ClassVar[bool] = True
+    name: str
+    version: int
+    epoch: int
+    digest: str
+    size_bytes: int
+    sources: tuple[str, ...]
+    ways: int = 1
+    delta: str = ""
+    delta_bytes: int = 0

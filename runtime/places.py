@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from planning.devices import HostResources, ProcessNeeds, ProcessPlace, place
-from runtime.config import ActorSpec, Config
-from runtime.config.sections import DEVICES, PoolSection
-from runtime.errors import ConfigError
+from rubato.planning.devices import HostResources, ProcessNeeds, ProcessPlace, place
+from rubato.runtime.config import ActorSpec, Config
+from rubato.runtime.config.sections import DEVICES, PoolSection
+from rubato.runtime.errors import ConfigError
 
 GPU = re.compile(r"^nvidia\d+$")
 """What a GPU is called in /dev."""
@@ -46,7 +46,7 @@ class HostRoom(NamedTuple):
 
 
 class HostPlaces:
-    """Of the job that has `roles`, on `host`. GPUs that the environment of a pool names are nobody else's."""
+    """Places on `host` for the job that has `roles`. GPUs that the environment of a pool names are that pool's alone."""
 
     def __init__(self, roles: Mapping[str, ActorSpec], host: HostResources) -> None:
         self._roles, self._host = roles, host

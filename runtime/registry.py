@@ -7,9 +7,8 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from runtime.observe.figures import StageView, WaitView
-from runtime.store.errors import StoreUnavailable
-from runtime.store.store import Store
+from rubato.runtime.observe.figures import StageView, WaitView
+from rubato.runtime.store.store import Store, StoreUnavailable
 
 LEASE_TTL_S = 10.0
 """Longer than any pause of a healthy process (a collection, a slow disk), short enough that a dead host is noticed."""
@@ -33,6 +32,15 @@ def role_of(name: str) -> str:
 
 
 State = Literal["starting", "ready", "draining", "stopped"]
+
+
+class RankRecord(msgspec.Struct, frozen=True):
+    """One of the processes among which an actor shares out its work."""
+
+    rank: int
+    pid: int
+    host: str
+    device: str
 
 
 class ActorRecord(msgspec.Struct, frozen=True):
@@ -60,11 +68,13 @@ class ActorRecord(msgspec.Struct, frozen=True):
     public: str = ""
     """Where actors on other hosts reach it; `address` is for those of its own."""
     pool: str = ""
-    """Of its role, where that has pools: whoever hands out work finds by it what an actor may be used for."""
+    """Pool of its role, where that has pools: actors that hand out work see by it what this one may be used for."""
     hardware: str = ""
     """The class of the pool's hardware."""
     provides: frozenset[str] = frozenset()
     """What it can do for others, under whatever role it runs."""
+    ranks: tuple[RankRecord, ...] = ()
+    """The processes among which it shares out its work, where it does."""
 
 
 class MembershipEvent(msgspec.Struct, frozen=True, array_like=True):
@@ -77,7 +87,7 @@ class MembershipEvent(msgspec.Struct, frozen=True, array_like=True):
 class Directory:
     """This process's mirror of the registry, as seen from the host of `node`: each record's `address` is the one to use from there.
 
-    `ready` instances only; every change wakes whoever waits for one.
+    `ready` instances only; every change wakes all that wait for one.
     """
 
     def __init__(self, node: str = NODE) -> None:
@@ -178,9 +188,7 @@ class Directory:
 class Registry:
     """Keeps this actor's own record leased, and the Directory in step with everybody else's."""
 
-    def __init__(
-        self, store: Store, directory: Directory, on_change: Callable[[set[str], set[str]], Awaitable[None]]
-    ) -> None:
+    def __init__(self, store: Store, directory: Directory, on_change: Callable[[set[str], set[str]], Awaitable[None]]) -> None:
         self._store = store
         self._directory = directory
         self._on_change = on_change
@@ -300,7 +308,7 @@ async def list_actors(store: Store) -> list[ActorRecord]:
 
 
 async def announce(store: Store, kind: Literal["ready", "left"], record: ActorRecord) -> None:
-    """Tell everybody of the run, now."""
+    """Send the change to all actors of the run, now."""
     bare = msgspec.structs.replace(record, metrics={}, waits=[], stages=[])
     await store.append("events", msgspec.msgpack.encode(MembershipEvent(kind, bare)))
 
@@ -312,7 +320,7 @@ async def withdraw(store: Store, record: ActorRecord) -> None:
 
 
 async def bury(store: Store, name: str) -> None:
-    """End the lease of an actor whose process is known to be dead, and tell everybody."""
+    """End the lease of an actor whose process is known to be dead, and announce that."""
     for record in await list_actors(store):
         if record.name == name:
             await withdraw(store, record)

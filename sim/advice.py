@@ -2,9 +2,9 @@
 
 from statistics import fmean
 
-from planning.advice import AdviceView
-from sim.cluster import ClusterJobSpec
-from sim.job import Job
+from rubato.planning.advice import AdviceView
+from rubato.sim.cluster import ClusterJobSpec
+from rubato.sim.job import Job
 
 
 def view_of(spec: ClusterJobSpec, job: Job, warmup_steps: int) -> AdviceView:

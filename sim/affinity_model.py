@@ -2,13 +2,13 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from planning.affinity import AffinityPlan, HardwareClass, Shares
-from planning.binding import Binding, TaskProfiles, measured, planned
-from planning.engine_info import WeightsNeed
-from planning.routing import Choice, EngineView, Wait, choose
-from planning.step_cost import StepSums
-from sim.engine_model import ModelledEngine
-from sim.manager_model import TurnRequest
+from rubato.planning.affinity import AffinityPlan, HardwareClass, Shares
+from rubato.planning.binding import Binding, TaskProfiles, measured, planned
+from rubato.planning.engine_info import WeightsNeed
+from rubato.planning.routing import Choice, EngineView, Wait, choose
+from rubato.planning.step_sums import StepSums
+from rubato.sim.engine_model import ModelledEngine
+from rubato.sim.manager_model import TurnRequest
 
 
 class ModelledAffinity:
@@ -27,9 +27,7 @@ class ModelledAffinity:
         for engine in (engine for each in engines.values() for engine in each if self._learns):
             engine.usage.steps = StepSums()
 
-    def route(
-        self, request: TurnRequest, task: str, views: Mapping[str, EngineView], sticky: str | None
-    ) -> Choice | Wait:
+    def route(self, request: TurnRequest, task: str, views: Mapping[str, EngineView], sticky: str | None) -> Choice | Wait:
         """The engine for a request of `task`, if one has room that it may use."""
         order = self._binding.order(task, self._class_of.get(sticky or "", ""))
         if not order:

@@ -11,8 +11,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from actors.samples.parts import LOST, SAMPLES, read_lines
-from actors.samples.sample import TRAINED, group_id, split_id, trajectory_id
+from rubato.actors.samples.run_files import LOST, SAMPLES, read_lines
+from rubato.actors.samples.sample import TRAINED, group_id, split_id, trajectory_id
 
 SHOWN = 3
 """Ids named per problem."""
@@ -106,18 +106,12 @@ def _forgotten(ledger: list[dict[str, Any]], lost: list[dict[str, Any]], expecte
 def _tokens(rows: list[dict[str, Any]], ledger: list[dict[str, Any]]) -> list[str]:
     """In each row what was generated is held or has a fate; and what a row says was trained is so in the ledger, which may have more."""
     tokens = [{name: row[name] for name in row if name.startswith("tokens/")} for row in rows]
-    odd = [
-        row["step"]
-        for row, of in zip(rows, tokens, strict=True)
-        if 2 * of.get("tokens/generated", 0) != sum(of.values())
-    ]
+    odd = [row["step"] for row, of in zip(rows, tokens, strict=True) if 2 * of.get("tokens/generated", 0) != sum(of.values())]
     problems = [f"the tokens of {len(odd)} rows don't balance{_some('steps', odd)}"] if odd else []
     for fate in TRAINED:
         told = max((of.get(f"tokens/{fate}", 0) for of in tokens), default=0)
         if told > (known := sum(line.get("tokens", 0) for line in ledger if line["fate"] == fate)):
-            problems.append(
-                f"metrics.jsonl says that {told:.0f} tokens ended as {fate}, samples.jsonl knows of {known}"
-            )
+            problems.append(f"metrics.jsonl says that {told:.0f} tokens ended as {fate}, samples.jsonl knows of {known}")
     return problems
 
 

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 
-from actors.batching.adaptive_alpha import AdaptiveAlpha
-from actors.messages.samples import Ticket
-from actors.samples.groups import Groups
-from actors.samples.sample import Outcome, trajectory_id
-from planning.adaptive_alpha import AlphaBounds
-from planning.staleness import is_stale
-from sim.timeline import Timeline
+from rubato.actors.batching.adaptive_alpha import AdaptiveAlpha
+from rubato.actors.messages.samples import Ticket
+from rubato.actors.samples.groups import Groups
+from rubato.actors.samples.sample import Outcome, trajectory_id
+from rubato.planning.adaptive_alpha import AlphaBounds
+from rubato.planning.staleness import is_stale
+from rubato.sim.timeline import Timeline
 
 NEVER_LAPSES_S = 1e9
 """`GroupLimits.ticket_ttl_s` of modelled jobs, where no holder of a ticket dies."""
@@ -27,11 +27,9 @@ def ess_of(ages: Sequence[int], drift: float) -> float:
 
 
 class ModelledBuffer:
-    """Issues tickets while there are slots, and hands out a batch when `planning.staleness.hand_over` says so."""
+    """Issues tickets while there are slots, and hands out a batch when `rubato.planning.staleness.hand_over` says so."""
 
-    def __init__(
-        self, timeline: Timeline, groups: Groups, bounds: AlphaBounds | None = None, drift: float = 0.0
-    ) -> None:
+    def __init__(self, timeline: Timeline, groups: Groups, bounds: AlphaBounds | None = None, drift: float = 0.0) -> None:
         """`bounds` of an α that adapts, to policies that `drift` as `ess_of` says."""
         self._timeline = timeline
         self._groups = groups
@@ -94,9 +92,7 @@ class ModelledBuffer:
         if not plan.take:
             return None
         chosen = groups.chosen(plan)
-        self._ages.append(
-            [step - 1 - group.members[index].outcome.version_first for group in chosen for index in group.scored]
-        )
+        self._ages.append([step - 1 - group.members[index].outcome.version_first for group in chosen for index in group.scored])
         groups.bind(step, chosen)
         return [trajectory_id(group.id, index) for group in chosen for index in group.scored]
 
@@ -130,7 +126,7 @@ class ModelledBuffer:
             self.fates[fate] = self.fates.get(fate, 0) + num
 
     def _moved(self, *, freed: bool = True) -> None:
-        """Whoever waits looks again; for a slot only where one may have been freed, since there may be hundreds."""
+        """Wake waiters to look again; those for a slot only where one may have been freed, since there may be hundreds."""
         self._groups.take_changes()
         happened, self.changed = self.changed, self._timeline.event()
         happened.set()

@@ -5,8 +5,8 @@ from typing import Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
-from runtime.config import Section
-from runtime.errors import ConfigError
+from rubato.runtime.config import Section
+from rubato.runtime.errors import ConfigError
 
 Value = bool | float
 """What a figure may be; a bool states an ordering or a condition."""
@@ -46,9 +46,7 @@ class ClaimSpec(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.kind == "published" and (self.paper is None or self.bar is not None or not self.source.strip()):
-            raise ValueError(
-                "a published claim needs paper, what is stated, and source, where; a value of our own is kind: ours with bar"
-            )
+            raise ValueError("a published claim needs paper, what is stated, and source, where; a value of our own is kind: ours with bar")
         if self.kind == "ours" and (self.bar is None or self.paper is not None):
             raise ValueError("a claim of kind ours needs its value in bar, and none in paper: no paper states it")
         if self.tolerance not in (*BOUNDS, "exact"):
@@ -88,9 +86,7 @@ class FigureClaim(NamedTuple):
         return self.holds != (self.expected == "holds")
 
 
-def judge(
-    specs: Sequence[ClaimSpec], figures: Mapping[str, Value], *, optional: Collection[str] = ()
-) -> tuple[FigureClaim, ...]:
+def judge(specs: Sequence[ClaimSpec], figures: Mapping[str, Value], *, optional: Collection[str] = ()) -> tuple[FigureClaim, ...]:
     """Every claim whose figure the run has.
 
     Claims named in `optional` are left out where an altered scenario has no figure for them. Any other claim without its figure, and
@@ -103,9 +99,7 @@ def judge(
         ours = figures.get(spec.name, spec.stated)
         if isinstance(spec.stated, bool) != isinstance(ours, bool):
             key = "paper" if spec.kind == "published" else "bar"
-            raise ConfigError(
-                f"The claim {spec.name} can't be judged: {key} is {spec.stated}, and the run's figure {ours}."
-            )
+            raise ConfigError(f"The claim {spec.name} can't be judged: {key} is {spec.stated}, and the run's figure {ours}.")
     return tuple(_judged(spec, figures[spec.name]) for spec in specs if spec.name in figures)
 
 

@@ -5,29 +5,29 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from actors.config import Alpha
-from actors.data.prompts import Mixture, mixture_of
-from actors.data.tasks import TaskSection
-from actors.messages.samples import Ticket
-from actors.samples.group import GroupLimits
-from actors.samples.groups import Groups
-from planning.adaptive_alpha import AlphaBounds
-from planning.autoscale import PoolBounds
-from planning.roofline import Deployment, Roofline
-from runtime.config import Section
-from sim.affinity_model import ModelledAffinity, fixed_shares
-from sim.buffer_model import NEVER_LAPSES_S, ModelledBuffer
-from sim.disaggregated import DisaggregatedProxy
-from sim.engine_model import ModelledEngine
-from sim.job import Environments, Job
-from sim.manager_model import GeneratesTokens, ModelledManager, Scores, drawn_scores
-from sim.moves_model import keep_moving
-from sim.proxy_model import ModelledProxy
-from sim.reward_model import ElasticWorkers, RewardPool
-from sim.timeline import SimEvent, Timeline
-from sim.training_model import TrainerSpec
-from sim.weight_sync import StoreSync
-from sim.workload import Episode, TaskSpec, episode, task_of
+from rubato.actors.config import Alpha
+from rubato.actors.data.prompts import Mixture, mixture_of
+from rubato.actors.data.tasks import TaskSection
+from rubato.actors.messages.samples import Ticket
+from rubato.actors.samples.group import GroupLimits
+from rubato.actors.samples.groups import Groups
+from rubato.planning.adaptive_alpha import AlphaBounds
+from rubato.planning.autoscale import PoolBounds
+from rubato.planning.roofline import Deployment, Roofline
+from rubato.runtime.config import Section
+from rubato.sim.affinity_model import ModelledAffinity, fixed_shares
+from rubato.sim.buffer_model import NEVER_LAPSES_S, ModelledBuffer
+from rubato.sim.disaggregated import DisaggregatedProxy
+from rubato.sim.engine_model import ModelledEngine
+from rubato.sim.job import Environments, Job
+from rubato.sim.manager_model import GeneratesTokens, ModelledManager, Scores, drawn_scores
+from rubato.sim.moves_model import keep_moving
+from rubato.sim.proxy_model import ModelledProxy
+from rubato.sim.reward_model import ElasticWorkers, RewardPool
+from rubato.sim.timeline import SimEvent, Timeline
+from rubato.sim.training_model import TrainerSpec
+from rubato.sim.weight_sync import StoreSync
+from rubato.sim.workload import Episode, TaskSpec, episode, task_of
 
 
 class PoolSpec(Section):
@@ -53,7 +53,7 @@ class ClusterJobSpec(Section):
     alpha_min: int = Field(default=0, ge=0)
     alpha_max: int = Field(default=8, ge=0)
     drift: float = Field(default=0.0, ge=0)
-    """How fast older samples lose weight: see `sim.buffer_model.ess_of`."""
+    """How fast older samples lose weight: see `rubato.sim.buffer_model.ess_of`."""
     batch_groups: int = Field(ge=1)
     group_size: int = Field(default=8, ge=2)
     environments: int = Field(ge=1)
@@ -76,9 +76,7 @@ class ClusterJobSpec(Section):
     @model_validator(mode="after")
     def _maps_tasks_once(self) -> Self:
         if self.affinity and (named := [pool.name for pool in self.pools if pool.tasks]):
-            raise ValueError(
-                f"affinity is {self.affinity}, so tasks of the pool {named[0]} have no effect. Leave them out"
-            )
+            raise ValueError(f"affinity is {self.affinity}, so tasks of the pool {named[0]} have no effect. Leave them out")
         return self
 
     @model_validator(mode="after")
@@ -178,10 +176,7 @@ class ClusterCosts:
 
 
 def cluster_job(
-    spec: ClusterJobSpec,
-    seed: int,
-    costs: type[ClusterCosts] = ClusterCosts,
-    groups_of: Callable[[GroupLimits, int], Groups] = Groups,
+    spec: ClusterJobSpec, seed: int, costs: type[ClusterCosts] = ClusterCosts, groups_of: Callable[[GroupLimits, int], Groups] = Groups
 ) -> Job:
     """`groups_of` makes the groups, of their limits and α."""
     limits = GroupLimits(
@@ -200,7 +195,7 @@ def sections_of(spec: ClusterJobSpec) -> dict[str, TaskSection]:
     found: dict[str, TaskSection] = {}
     for task in spec.tasks:
         kwargs = {"task": task.model_dump(mode="json")}
-        given = {"class": "sim.live.environment:ModelledEnv", "weight": task.share, "kwargs": kwargs}
+        given = {"class": "rubato.sim.live.environment:ModelledEnv", "weight": task.share, "kwargs": kwargs}
         found[task.name] = TaskSection.model_validate(given)
     return found
 
@@ -214,9 +209,7 @@ def engines_of(timeline: Timeline, pools: tuple[PoolSpec, ...]) -> list[Modelled
     ]
 
 
-def affinity_of(
-    engines: list[ModelledEngine], pools: tuple[PoolSpec, ...], *, learned: bool = False
-) -> ModelledAffinity | None:
+def affinity_of(engines: list[ModelledEngine], pools: tuple[PoolSpec, ...], *, learned: bool = False) -> ModelledAffinity | None:
     """Sends each task domain to the pools that name it, or as is learned; None where every domain may go anywhere."""
     if not learned and not any(pool.tasks for pool in pools):
         return None
@@ -225,8 +218,6 @@ def affinity_of(
     return ModelledAffinity(by_pool, shares, learned=learned)
 
 
-def manager_of(
-    timeline: Timeline, engines: list[ModelledEngine], affinity: ModelledAffinity | None = None
-) -> ModelledManager:
+def manager_of(timeline: Timeline, engines: list[ModelledEngine], affinity: ModelledAffinity | None = None) -> ModelledManager:
     """Plays rollouts through a proxy of its own."""
     return ModelledManager(timeline, ModelledProxy(timeline, engines, affinity), drawn_scores(timeline))

@@ -4,11 +4,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from planning.prefill_decode import StageWatch, balance, stages
-from sim.engine_model import ModelledEngine
-from sim.manager_model import TurnRequest
-from sim.proxy_model import ModelledProxy
-from sim.timeline import Timeline
+from rubato.planning.prefill_decode import StageWatch, balance, stages
+from rubato.sim.engine_model import ModelledEngine
+from rubato.sim.manager_model import TurnRequest
+from rubato.sim.proxy_model import ModelledProxy
+from rubato.sim.timeline import Timeline
 
 BALANCED_S = 10.0
 """Period at which the planner looks at the stages."""
@@ -79,10 +79,7 @@ class DisaggregatedProxy:
         reading = [Seated(engine, lambda: self._watches[0]) for engine in self.engines]
         sampling: list[Seated] = [Receiving(engine, lambda: self._watches[1]) for engine in self.engines]
         prefill, decode = self._names
-        self._proxies = (
-            ModelledProxy(self.timeline, reading, serving=prefill),
-            ModelledProxy(self.timeline, sampling, serving=decode),
-        )
+        self._proxies = (ModelledProxy(self.timeline, reading, serving=prefill), ModelledProxy(self.timeline, sampling, serving=decode))
         self._seats = {a.name: (a, b) for a, b in zip(reading, sampling, strict=True)}
         for engine in self.engines:
             engine.on_change = self._changed

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from runtime.config import Section
+from rubato.runtime.config import Section
 
 
 class Constant(Section):

@@ -9,10 +9,10 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from planning.roofline import Roofline
-from planning.step_cost import StepSums
-from runtime.errors import ConfigError
-from sim.timeline import SimEvent, Timeline
+from rubato.planning.roofline import Roofline
+from rubato.planning.step_sums import StepSums
+from rubato.runtime.errors import ConfigError
+from rubato.sim.timeline import SimEvent, Timeline
 
 MAX_STEPS = 256
 """Steps taken at once: their time is taken at their middle, which is exact while one roof of the two bounds all of them."""
@@ -45,7 +45,7 @@ class Usage:
     prefilled: int = 0
     preempted: int = 0
     steps: StepSums | None = None
-    """What they cost, where somebody wants to know."""
+    """Sums of the steps' costs, where they are wanted."""
 
     @property
     def busy_s(self) -> float:
@@ -77,7 +77,7 @@ class DecodeSpan:
 
 @dataclass(eq=False)
 class ModelledEngine:
-    """Runs until the timeline ends. Whoever routes to it sets `on_change`, which is called when its version or suspension changes."""
+    """Runs until the timeline ends. Its router sets `on_change`, which is called when its version or suspension changes."""
 
     timeline: Timeline
     name: str
@@ -105,9 +105,7 @@ class ModelledEngine:
         """Returns when the tokens are there, with the version that sampled the first. Raises ConfigError where they can never fit."""
         if context + new_tokens > self._room:
             asked = f"a request of {context + new_tokens} tokens; {self.name} holds {self._room}"
-            raise ConfigError(
-                f"The workload has {asked}. Give the engine more GPUs, or the task a smaller max_context."
-            )
+            raise ConfigError(f"The workload has {asked}. Give the engine more GPUs, or the task a smaller max_context.")
         job = BatchRequest(session, context, max(1, new_tokens), min_version, self.timeline.event())
         (self._waiting if min_version <= self.version else self._early).append(job)
         self._wake()

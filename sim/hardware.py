@@ -4,7 +4,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from runtime.config import Section
+from rubato.runtime.config import Section
 
 
 class Prices(Section):

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from actors.messages.samples import Ticket
-from sim.buffer_model import ModelledBuffer
-from sim.manager_model import ModelledManager, Played, RolloutFailed
-from sim.timeline import Timeline
-from sim.workload import Episode
+from rubato.actors.messages.samples import Ticket
+from rubato.sim.buffer_model import ModelledBuffer
+from rubato.sim.manager_model import ModelledManager, Played, RolloutFailed
+from rubato.sim.timeline import Timeline
+from rubato.sim.workload import Episode
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,5 @@ class Job:
             published = timeline.now
             await costs.finish(step)
             began = self.rows[-1].ended_s if self.rows else 0.0
-            self.rows.append(
-                JobStep(step, began, asked, claimed, trained, published, timeline.now, tokens, costs.used())
-            )
+            self.rows.append(JobStep(step, began, asked, claimed, trained, published, timeline.now, tokens, costs.used()))
             await costs.checkpoint(step)

@@ -4,9 +4,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from actors.envs.section import EnvSection
-from sim.timeline import Timeline
-from sim.workload import Episode
+from rubato.actors.envs.section import EnvSection
+from rubato.sim.timeline import Timeline
+from rubato.sim.workload import Episode
 
 Scores = Callable[[str, Episode], Awaitable[None]]
 """Takes its time to score a trajectory."""

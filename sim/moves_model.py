@@ -1,11 +1,11 @@
-"""Requests that move in virtual time: which one, in both modes, and whether its cache travels, by `planning.moves.carry`."""
+"""Requests that move in virtual time: which one, in both modes, and whether its cache travels, by `rubato.planning.moves.carry`."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from planning.moves import Transfer, carry
-from sim.engine_model import ModelledEngine
-from sim.timeline import Timeline
+from rubato.planning.moves import Transfer, carry
+from rubato.sim.engine_model import ModelledEngine
+from rubato.sim.timeline import Timeline
 
 PROMPT_TOKENS = 1024
 """Of the prompt whose prefill tells an engine's rate."""

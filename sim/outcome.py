@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from sim.claims import Value
+from rubato.sim.claims import Value
 
 Cell = str | int | float | bool
 
@@ -57,4 +57,4 @@ class RunResult:
 
 
 def silent(done: int, total: int, what: str) -> None:
-    """A Progress that tells nobody."""
+    """A Progress that shows nothing."""

@@ -4,14 +4,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from actors.proxy.placement import USUAL, Lane, Line
-from planning.engine_info import EngineInfo, WeightsId, WeightsNeed
-from planning.routing import Choice, EngineView, choose
-from sim.affinity_model import ModelledAffinity
-from sim.engine_model import ModelledEngine
-from sim.manager_model import TurnRequest
-from sim.moves_model import ModelledCarry
-from sim.timeline import SimEvent, SimProcess, Timeline
+from rubato.actors.proxy.placement import USUAL, Lane, Line
+from rubato.planning.engine_info import EngineInfo, WeightsId, WeightsNeed
+from rubato.planning.routing import Choice, EngineView, choose
+from rubato.sim.affinity_model import ModelledAffinity
+from rubato.sim.engine_model import ModelledEngine
+from rubato.sim.manager_model import TurnRequest
+from rubato.sim.moves_model import ModelledCarry
+from rubato.sim.timeline import SimEvent, SimProcess, Timeline
 
 
 class RoutedEngine(Protocol):
@@ -51,7 +51,7 @@ class WaitingTurn:
 
 
 class ModelledProxy:
-    """Routes by `planning.routing.choose` on the views that actors/proxy/placement.py would have: a seat is taken when it is given."""
+    """Routes by `rubato.planning.routing.choose` on the views that actors/proxy/placement.py would have: a seat is taken when it is given."""
 
     def __init__(
         self,

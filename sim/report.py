@@ -14,43 +14,19 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, Final
 
-from runtime.errors import ConfigError
-from sim.claims import FigureClaim
-from sim.outcome import Cell, LaneSpan, Plot, RunResult, Table
-from sim.scenario import Scenario
+from rubato.runtime.errors import ConfigError
+from rubato.sim.claims import FigureClaim
+from rubato.sim.outcome import Cell, LaneSpan, Plot, RunResult, Table
+from rubato.sim.scenario import Scenario
 
 DPI = 130
 
 
 TABLES: Final = frozenset(
-    {
-        "agreement",
-        "circuits",
-        "cost",
-        "links",
-        "modes",
-        "phases",
-        "plans",
-        "sensitivity",
-        "splits",
-        "staleness",
-        "windows",
-    }
+    {"agreement", "circuits", "cost", "links", "modes", "phases", "plans", "sensitivity", "splits", "staleness", "windows"}
 )
 PLOTS: Final = frozenset(
-    {
-        "affinity",
-        "agreement",
-        "cost",
-        "generation",
-        "modelsync",
-        "sigma",
-        "splits",
-        "staleness",
-        "tail",
-        "throughput",
-        "windows",
-    }
+    {"affinity", "agreement", "cost", "generation", "modelsync", "sigma", "splits", "staleness", "tail", "throughput", "windows"}
 )
 """What the kinds call theirs: the files of an earlier run, of whatever kind, that a new one in its folder removes."""
 

@@ -2,14 +2,14 @@
 
 from collections import deque
 
-from actors.rewards.service import BATCH
-from planning.autoscale import PoolBounds, PoolMeter, WorkersWanted, autoscale
-from sim.timeline import SimEvent, Timeline
-from sim.workload import Episode
+from rubato.actors.rewards.service import BATCH
+from rubato.planning.autoscale import PoolBounds, PoolMeter, WorkersWanted, autoscale
+from rubato.sim.timeline import SimEvent, Timeline
+from rubato.sim.workload import Episode
 
 
 class ElasticWorkers:
-    """Workers that `planning.autoscale` starts and ends, one call at a time each, as actors/rewards/local.py has them."""
+    """Workers that `rubato.planning.autoscale` starts and ends, one call at a time each, as actors/rewards/local.py has them."""
 
     def __init__(self, timeline: Timeline, bounds: PoolBounds, start_s: float, *, idle: int = 0) -> None:
         """`idle` are there from the beginning."""

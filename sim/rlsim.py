@@ -5,9 +5,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from runtime.errors import ConfigError, ExitCode
-from sim import claims, report, scenario
-from sim.outcome import RunProgress, RunResult
+from rubato.runtime.errors import ConfigError, ExitCode
+from rubato.sim import claims, report, scenario
+from rubato.sim.outcome import RunProgress, RunResult
 
 
 def main(argv: Sequence[str]) -> int:
@@ -65,13 +65,9 @@ def _print(stated: scenario.Scenario, outcome: RunResult, judged: Sequence[claim
 
     lines = [f"{claim.name}: {claim.reason}" for claim in judged if not claim.holds and claim.reason]
     print(f"{stated.title} · simulated, calibrated on {stated.calibration}")  # noqa: T201
-    table = Table(
-        "claim", "kind", "paper", "our bar", "ours", "tolerance", "holds", "expected", box=None, pad_edge=False
-    )
+    table = Table("claim", "kind", "paper", "our bar", "ours", "tolerance", "holds", "expected", box=None, pad_edge=False)
     for claim in judged:
-        paper, bar, ours = (
-            "" if value is None else f"{value} {claim.unit}" for value in (claim.paper, claim.bar, claim.ours)
-        )
+        paper, bar, ours = ("" if value is None else f"{value} {claim.unit}" for value in (claim.paper, claim.bar, claim.ours))
         cells = (claim.name, claim.kind, paper, bar, ours, claim.tolerance)
         table.add_row(*cells, "yes" if claim.holds else "no", claim.expected)
     if judged:

@@ -7,39 +7,40 @@ from typing import Annotated, Any, Final, NamedTuple
 
 from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
-from runtime.config import Section
-from runtime.config.config import compose
-from runtime.config.explain import sentences
-from runtime.config.source import ConfigSource, given, read
-from runtime.errors import ConfigError
-from sim.claims import ClaimSpec
-from sim.outcome import RunProgress, RunResult
+from rubato.runtime.config import Section
+from rubato.runtime.config.compose import compose
+from rubato.runtime.config.explain import sentences
+from rubato.runtime.config.overrides import given, read
+from rubato.runtime.config.source import ConfigSource
+from rubato.runtime.errors import ConfigError
+from rubato.sim.claims import ClaimSpec
+from rubato.sim.outcome import RunProgress, RunResult
 
 KINDS: Final[Mapping[str, str]] = {
-    "fabric_testbed": "sim.live.testbed",
-    "modelsync": "sim.rollmux.modelsync",
-    "one_host": "sim.onehost.scenario",
-    "orchestrrl_drift": "sim.orchestrrl.drift",
-    "orchestrrl_joint": "sim.orchestrrl.joint",
-    "orchestrrl_within": "sim.orchestrrl.within",
-    "rollmux_chance": "sim.rollmux.chance",
-    "rollmux_micro": "sim.rollmux.micro",
-    "rollmux_trace": "sim.rollmux.trace",
-    "rollmux_philly": "sim.rollmux.philly",
-    "rollmux_tail": "sim.rollmux.tail",
-    "rollpacker_stream": "sim.rollpacker.stream",
-    "rollpacker_tail": "sim.rollpacker.tail",
-    "rfabric_throughput": "sim.rfabric.throughput",
-    "rfabric_characterisation": "sim.rfabric.characterisation",
-    "rfabric_cost": "sim.rfabric.cost",
-    "rollart_affinity": "sim.rollart.affinity",
-    "rollart_end_to_end": "sim.rollart.end_to_end",
-    "rollart_failures": "sim.rollart.failures",
-    "rollart_prefill_decode": "sim.rollart.prefill_decode",
-    "rollart_serverless": "sim.rollart.serverless",
-    "rollart_sigma": "sim.rollart.sigma",
-    "rollart_staleness": "sim.rollart.staleness",
-    "rollart_weight_pull": "sim.rollart.weight_pull",
+    "fabric_testbed": "rubato.sim.live.testbed",
+    "modelsync": "rubato.sim.rollmux.modelsync",
+    "one_host": "rubato.sim.onehost.scenario",
+    "orchestrrl_drift": "rubato.sim.orchestrrl.drift",
+    "orchestrrl_joint": "rubato.sim.orchestrrl.joint",
+    "orchestrrl_within": "rubato.sim.orchestrrl.within",
+    "rollmux_chance": "rubato.sim.rollmux.chance",
+    "rollmux_micro": "rubato.sim.rollmux.micro",
+    "rollmux_trace": "rubato.sim.rollmux.trace",
+    "rollmux_philly": "rubato.sim.rollmux.philly",
+    "rollmux_tail": "rubato.sim.rollmux.tail",
+    "rollpacker_stream": "rubato.sim.rollpacker.stream",
+    "rollpacker_tail": "rubato.sim.rollpacker.tail",
+    "rfabric_throughput": "rubato.sim.rfabric.throughput",
+    "rfabric_characterisation": "rubato.sim.rfabric.characterisation",
+    "rfabric_cost": "rubato.sim.rfabric.cost",
+    "rollart_affinity": "rubato.sim.rollart.affinity",
+    "rollart_end_to_end": "rubato.sim.rollart.end_to_end",
+    "rollart_failures": "rubato.sim.rollart.failures",
+    "rollart_prefill_decode": "rubato.sim.rollart.prefill_decode",
+    "rollart_serverless": "rubato.sim.rollart.serverless",
+    "rollart_sigma": "rubato.sim.rollart.sigma",
+    "rollart_staleness": "rubato.sim.rollart.staleness",
+    "rollart_weight_pull": "rubato.sim.rollart.weight_pull",
 }
 """Which module simulates which kind of scenario; each holds a `KIND` and is imported only when asked for."""
 

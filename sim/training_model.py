@@ -2,9 +2,9 @@
 
 from pydantic import Field
 
-from planning.hardware import GpuSpec
-from planning.language_model import BF16, ModelSpec
-from runtime.config import Section
+from rubato.planning.hardware import GpuSpec
+from rubato.planning.language_model import BF16, ModelSpec
+from rubato.runtime.config import Section
 
 
 class TrainerSpec(Section):

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NoReturn, TypeVar
 
-from runtime.observe.figures import Waits
+from rubato.runtime.observe.figures import Waits
 
 ResultT = TypeVar("ResultT")
 
@@ -53,7 +53,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._num_timers = 0
         self._thread = threading.get_ident()
         self.waits: list[tuple[str, Waits]] = []
-        """(actor, its waits): whoever adds them sees them quoted in a deadlock report."""
+        """(actor, its waits), which a deadlock report quotes."""
         self.num_steps = 0
         """Callbacks run so far; with the seed it names a point of the run."""
         self._moved_at = 0
@@ -69,21 +69,15 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._queue.append(handle)
         return handle
 
-    def call_soon_threadsafe(
-        self, callback: Callable[..., object], *args: Any, context: Context | None = None
-    ) -> asyncio.Handle:
+    def call_soon_threadsafe(self, callback: Callable[..., object], *args: Any, context: Context | None = None) -> asyncio.Handle:
         if threading.get_ident() != self._thread:
             raise RuntimeError("another thread called into a virtual loop; use offload(), which runs inline there")
         return self.call_soon(callback, *args, context=context)
 
-    def call_later(
-        self, delay: float, callback: Callable[..., object], *args: Any, context: Context | None = None
-    ) -> asyncio.TimerHandle:
+    def call_later(self, delay: float, callback: Callable[..., object], *args: Any, context: Context | None = None) -> asyncio.TimerHandle:
         return self.call_at(self._now + delay, callback, *args, context=context)
 
-    def call_at(
-        self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
-    ) -> asyncio.TimerHandle:
+    def call_at(self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None) -> asyncio.TimerHandle:
         if self.is_closed():
             raise RuntimeError("Event loop is closed")
         handle = asyncio.TimerHandle(when, callback, args, self, context)

@@ -2,8 +2,8 @@
 
 from pydantic import Field
 
-from planning.roofline import load_s
-from runtime.config import Section
+from rubato.planning.roofline import load_s
+from rubato.runtime.config import Section
 
 GIB = 1 << 30
 
@@ -38,9 +38,7 @@ class StoreSync(Section):
     def staged_s(self, size_bytes: float) -> float:
         """From the first push until an engine's host has the last bucket: the slower of the two paces it."""
         last = min(self.bucket_bytes, size_bytes)
-        return max(
-            self.push_s(size_bytes) + last / self.pull_bytes_s, last / self.push_bytes_s + self.pull_s(size_bytes)
-        )
+        return max(self.push_s(size_bytes) + last / self.pull_bytes_s, last / self.push_bytes_s + self.pull_s(size_bytes))
 
     def load_s(self, size_bytes: float, num_gpus: int) -> float:
         """Each GPU of an engine takes its share; the engine does not generate meanwhile."""

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from pydantic import Field
 
-from runtime.config import Section
-from sim.distribution import Constant, Distribution
+from rubato.runtime.config import Section
+from rubato.sim.distribution import Constant, Distribution
 
 RESETS_DRAWN = 16
 """More than any policy tries: where every reset hangs, the draw ends."""

@@ -5,19 +5,19 @@ import os
 import signal
 from collections.abc import Sequence
 
-from actors import plugins
-from actors.engines.worker import EngineWorker
-from actors.messages.engines import Obeyed, Reconfigure, SleepEngine, WakeEngine
-from actors.messages.moves import MovePrepared, NotMoved, PrepareMove, TakeMove
-from actors.messages.orchestration import Surveyed
-from actors.moves.engine import EngineMoves
-from actors.moves.orders import Orders
-from actors.orchestrator.fleet import GpuGroup
-from actors.orchestrator.lengths import Underway
-from actors.orchestrator.orchestrator import Orchestrator
-from actors.orchestrator.switches import Reshape, Shape
-from bus.message import Ack, Request
-from runtime.actor import handler
+from rubato.actors import plugins
+from rubato.actors.engines.worker import EngineWorker
+from rubato.actors.messages.engines import Obeyed, Reconfigure, SleepEngine, WakeEngine
+from rubato.actors.messages.moves import MovePrepared, NotMoved, PrepareMove, TakeMove
+from rubato.actors.messages.orchestration import Surveyed
+from rubato.actors.moves.engine import EngineMoves
+from rubato.actors.moves.orders import Orders
+from rubato.actors.orchestrator.fleet import GpuGroup
+from rubato.actors.orchestrator.lengths import Underway
+from rubato.actors.orchestrator.orchestrator import Orchestrator
+from rubato.actors.orchestrator.switches import Reshape, Shape
+from rubato.bus.message import Ack, Request
+from rubato.runtime.actor import handler
 
 ARMED, DONE = "armed", "done"
 """Files of the run's folder; the first says `STAGE VICTIM`, and becomes the second as the victim dies."""

@@ -9,30 +9,29 @@ from contextlib import asynccontextmanager
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from actors.cluster.lease import finished
-from actors.engines.worker import EngineWorker
-from actors.envs.hosting import EnvHost
-from actors.envs.manager import EnvManager
-from actors.messages.generation import Generate, GenerateReply
-from actors.messages.samples import Put, Scores, Stored
-from actors.proxy.proxy import LLMProxy
-from actors.rewards.service import RewardService
-from actors.samples.buffer import SampleBuffer
-from actors.training.engine import StepResult
-from actors.training.trainer import Trainer
-from bus.link import Identity
-from bus.transport import MemoryNetwork, MemoryTransport
-from runtime.actor import RunInfo, handler
-from runtime.blobs.blob import MemoryBlobStore
-from runtime.config import from_mapping
-from runtime.host import Ending, HostedTask, TaskBackend
-from runtime.kernel import NODE, Kernel
-from runtime.launch.agent import Hosting, NodeAgent
-from runtime.monitor.snapshot import snapshot
-from runtime.observe.log import logger
-from runtime.registry import list_seen, role_of
-from runtime.store.store import MemoryStore
-from sim.virtual import VirtualLoop
+from rubato.actors.cluster.lease import finished
+from rubato.actors.engines.worker import EngineWorker
+from rubato.actors.envs.hosting import EnvHost
+from rubato.actors.envs.manager import EnvManager
+from rubato.actors.messages.generation import Generate, GenerateReply
+from rubato.actors.messages.samples import Put, Scores, Stored
+from rubato.actors.proxy.proxy import LLMProxy
+from rubato.actors.rewards.service import RewardService
+from rubato.actors.samples.buffer import SampleBuffer
+from rubato.actors.training.engine import StepResult
+from rubato.actors.training.trainer import Trainer
+from rubato.bus.link import Identity
+from rubato.bus.memory import MemoryNetwork, MemoryTransport
+from rubato.runtime.actor import RunInfo, handler
+from rubato.runtime.config.compose import from_mapping
+from rubato.runtime.host import Ending, HostedTask, TaskBackend
+from rubato.runtime.kernel import NODE, Kernel
+from rubato.runtime.launch.agent import Hosting, NodeAgent
+from rubato.runtime.memory import MemoryBlobStore, MemoryStore
+from rubato.runtime.monitor.snapshot import snapshot
+from rubato.runtime.observe.log import logger
+from rubato.runtime.registry import list_seen, role_of
+from rubato.sim.virtual import VirtualLoop
 
 OWNER: contextvars.ContextVar[str] = contextvars.ContextVar("owner", default="")
 """Whose process a callback belongs to."""
@@ -51,12 +50,12 @@ TRAIN_S = 0.05
 JOB = {
     "run": {"name": "faulty", "steps": 100_000, "watch_s": 3.0},
     "actors": {
-        "sample_buffer": {"class": "actors.samples.buffer:SampleBuffer"},
-        "llm_proxy": {"class": "actors.proxy.proxy:LLMProxy"},
-        "engine": {"class": "actors.engines.worker:EngineWorker", "count": 2},
-        "env_manager": {"class": "actors.envs.manager:EnvManager"},
-        "reward_service": {"class": "actors.rewards.service:RewardService"},
-        "trainer": {"class": "actors.training.trainer:Trainer"},
+        "sample_buffer": {"class": "rubato.actors.samples.buffer:SampleBuffer"},
+        "llm_proxy": {"class": "rubato.actors.proxy.proxy:LLMProxy"},
+        "engine": {"class": "rubato.actors.engines.worker:EngineWorker", "count": 2},
+        "env_manager": {"class": "rubato.actors.envs.manager:EnvManager"},
+        "reward_service": {"class": "rubato.actors.rewards.service:RewardService"},
+        "trainer": {"class": "rubato.actors.training.trainer:Trainer"},
     },
     "model": {"path": "model"},
     "env": {"isolation": "inline", "concurrency": 6},

@@ -4,9 +4,9 @@ from math import inf
 
 import httpx
 
-from actors.fabric.driver import Login, SwitchCapabilities
-from actors.fabric.emulated import Dialect, OcsDevice, encoded
-from actors.fabric.restconf import Restconf, SonicDriver
+from rubato.actors.fabric.driver import Login, SwitchCapabilities
+from rubato.actors.fabric.emulated import Dialect, OcsDevice, encoded
+from rubato.actors.fabric.restconf import Restconf, SonicDriver
 
 LOGIN = Login("rubato", "secret")
 

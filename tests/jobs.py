@@ -14,11 +14,11 @@ COMMAND_S = 60.0
 SMALL = """
 run: {name: small, steps: 2}
 actors:
-  sample_buffer: {class: "actors.samples.buffer:SampleBuffer"}
-  llm_proxy: {class: "actors.proxy.proxy:LLMProxy"}
-  engine: {class: "actors.engines.worker:EngineWorker"}
-  env_manager: {class: "actors.envs.manager:EnvManager"}
-  trainer: {class: "actors.training.trainer:Trainer"}
+  sample_buffer: {class: "rubato.actors.samples.buffer:SampleBuffer"}
+  llm_proxy: {class: "rubato.actors.proxy.proxy:LLMProxy"}
+  engine: {class: "rubato.actors.engines.worker:EngineWorker"}
+  env_manager: {class: "rubato.actors.envs.manager:EnvManager"}
+  trainer: {class: "rubato.actors.training.trainer:Trainer"}
 env: {isolation: inline, concurrency: 8}
 engine: {kind: scripted, scripted: {token_s: 0.0}}
 rollout: {max_turns: 3, max_new_tokens: 2}
@@ -33,9 +33,7 @@ report: {finish: ""}
 LEARNING = SMALL.replace("train: {kind: scripted, ", "train: {")
 """The same with a trainer that learns."""
 
-ACTING = "\n".join(
-    line for line in SMALL.splitlines() if not line.startswith(("  trainer:", "check:", "eval:", "checkpoint:"))
-)
+ACTING = "\n".join(line for line in SMALL.splitlines() if not line.startswith(("  trainer:", "check:", "eval:", "checkpoint:")))
 """SMALL without a trainer: what happens before the first batch is full."""
 
 
@@ -49,7 +47,7 @@ class Ended(NamedTuple):
 
 def rubato(*arguments: object, cwd: Path, largest_file: int = -1) -> Ended:
     """Run `rubato ARGUMENTS…` as installed for this interpreter, in the folder `cwd`."""
-    return python("-m", "runtime.cli", *arguments, cwd=cwd, largest_file=largest_file)
+    return python("-m", "rubato.runtime.cli", *arguments, cwd=cwd, largest_file=largest_file)
 
 
 def python(*arguments: object, cwd: Path, largest_file: int = -1) -> Ended:
@@ -77,7 +75,7 @@ def clean_environment() -> dict[str, str]:
 def import_path() -> str:
     """Empty where the package is installed, else the checkout: tests also run without an installation."""
     seen = subprocess.run(
-        [sys.executable, "-P", "-c", "import runtime"],
+        [sys.executable, "-P", "-c", "import rubato.runtime"],
         cwd="/",
         env={**os.environ, "PYTHONPATH": ""},
         capture_output=True,
@@ -101,7 +99,7 @@ def left_behind(folder: Path) -> list[str]:
 
 def write_model(folder: Path) -> Path:
     """The quickstart's base model before it learned anything: for runs where only its form matters."""
-    from actors.training.base_model import make
+    from rubato.actors.training.base_model import make
 
     make(folder, 1, lambda what, share: None, steps=0)
     return folder

@@ -21,6 +21,8 @@ def write_model(folder: Path, family: str = "qwen3", *, seed: int = 0, vocab_siz
         Qwen2ForCausalLM,
         Qwen3Config,
         Qwen3ForCausalLM,
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
     )
 
     shape = {
@@ -39,6 +41,9 @@ def write_model(folder: Path, family: str = "qwen3", *, seed: int = 0, vocab_siz
     torch.manual_seed(seed)
     if family == "qwen3":
         model = Qwen3ForCausalLM(Qwen3Config(**shape, tie_word_embeddings=True))
+    elif family == "qwen3_moe":
+        mixture = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **mixture, tie_word_embeddings=False))
     elif family == "mistral":
         model = MistralForCausalLM(MistralConfig(**shape, sliding_window=256))
     elif family == "qwen2":
@@ -93,12 +98,7 @@ def greedy(folder: Path, prompt: list[int], num: int) -> list[int]:
 
     ids = torch.tensor([prompt])
     out = _reference(folder).generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        do_sample=False,
-        max_new_tokens=num,
-        min_new_tokens=num,
-        eos_token_id=None,
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=num, min_new_tokens=num, eos_token_id=None
     )
     return out[0, len(prompt) :].tolist()
 

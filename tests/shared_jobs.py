@@ -8,20 +8,20 @@ import signal
 import time
 from pathlib import Path
 
-from actors.cluster.board import read_board
-from runtime.errors import LaunchError
-from runtime.launch.card import read_card
-from runtime.store.errors import StoreUnavailable
+from rubato.actors.cluster.board import read_board
+from rubato.runtime.errors import LaunchError
+from rubato.runtime.launch.card import read_card
+from rubato.runtime.store.store import StoreUnavailable
 from tests.jobs import Ended, rubato
 
 WORKER = '''
 import asyncio
 import json
 
-from actors.cluster.permits import permits_of
-from actors.config import ClusterSection
-from runtime.actor import Actor
-from runtime.config import ActorConfig, Section
+from rubato.actors.cluster.permits import permits_of
+from rubato.actors.config import ClusterSection
+from rubato.runtime.actor import Actor
+from rubato.runtime.config import ActorConfig, Section
 
 
 class PhasesSection(Section):
@@ -82,7 +82,7 @@ report: {finish: ""}
 CLUSTER = """
 run: {name: lab}
 actors:
-  scheduler: {class: "actors.cluster.scheduler:ClusterScheduler", restarts: 100}
+  scheduler: {class: "rubato.actors.cluster.scheduler:ClusterScheduler", restarts: 100}
 scheduler:
   rollout: {nodes: 1, usd_hour: 1.85, memory_gb: 8}
   training: {nodes: 1, usd_hour: 5.28, memory_gb: 8}
@@ -174,11 +174,7 @@ class Lab:
         """The process of the cluster's Store."""
         sockets = read_card(self.folder).sockets
         lines = {entry: entry.read_bytes() for entry in Path("/proc").glob("[0-9]*/cmdline")}
-        return next(
-            int(entry.parent.name)
-            for entry, line in lines.items()
-            if b"redis-server" in line and sockets.encode() in line
-        )
+        return next(int(entry.parent.name) for entry, line in lines.items() if b"redis-server" in line and sockets.encode() in line)
 
     def pid_of(self, words: str) -> int:
         """The same, which must be there."""

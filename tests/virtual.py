@@ -2,7 +2,7 @@
 
 import functools
 
-from sim.virtual import run_virtual
+from rubato.sim.virtual import run_virtual
 
 
 def virtual(test):

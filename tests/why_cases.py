@@ -4,8 +4,8 @@ import os
 import random
 from itertools import pairwise
 
-from runtime.monitor.blocked import STALL_S
-from runtime.monitor.text import blocked_line
+from rubato.runtime.monitor.blocked import STALL_S
+from rubato.runtime.monitor.text import blocked_line
 from tests.faulty_job import FreezingLoop, running
 
 SEED = int(os.environ.get("RUBATO_SEED", "1"))
@@ -16,14 +16,7 @@ YOUNG_S = 2.0
 
 NUM_PAIRS = 14
 
-ANSWERS = {
-    "hang": "stalled",
-    "stop": "stalled",
-    "kill": "dead",
-    "slow": "slow",
-    "starve": "starved",
-    "refuse": "refused",
-}
+ANSWERS = {"hang": "stalled", "stop": "stalled", "kill": "dead", "slow": "slow", "starve": "starved", "refuse": "refused"}
 """What each kind of fault is to be called; the holder is always the actor that was made to fail."""
 
 BLOCKED = {

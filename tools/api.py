@@ -8,32 +8,37 @@ from enum import Enum, EnumType
 from types import ModuleType
 from typing import Any, cast
 
+import rubato
+
 PUBLIC = (
-    "actors.envs.chat",
-    "actors.envs.environment",
-    "actors.envs.frozen_lake",
-    "actors.messages.fabric",
-    "actors.messages.generation",
-    "actors.messages.samples",
-    "actors.messages.weights",
-    "bus.errors",
-    "bus.message",
-    "planning.relay",
-    "planning.routing",
-    "planning.staleness",
-    "runtime.actor",
-    "runtime.config",
-    "runtime.embed",
-    "runtime.errors",
-    "runtime.guest",
-    "runtime.kernel:Kernel",
-    "runtime.courier:Ref",
+    "rubato.actors.envs.chat",
+    "rubato.actors.envs.environment",
+    "rubato.actors.envs.frozen_lake",
+    "rubato.actors.messages.fabric",
+    "rubato.actors.messages.generation",
+    "rubato.actors.messages.samples",
+    "rubato.actors.messages.weights",
+    "rubato.bus.errors",
+    "rubato.bus.message",
+    "rubato.planning.relay",
+    "rubato.planning.routing",
+    "rubato.planning.staleness",
+    "rubato.runtime.actor",
+    "rubato.runtime.config",
+    "rubato.runtime.config.compose:from_mapping",
+    "rubato.runtime.config.compose:load",
+    "rubato.runtime.embed",
+    "rubato.runtime.errors",
+    "rubato.runtime.guest",
+    "rubato.runtime.kernel:Kernel",
+    "rubato.runtime.courier:Ref",
 )
 """Modules, or one class of a module. What is not listed may change without notice."""
 
 
 def lines() -> Iterator[str]:
     """Every public name of these modules with its signature, and the public members of classes."""
+    yield from (f"rubato.{name}" for name in rubato.__all__)
     for path in PUBLIC:
         place, _, wanted = path.partition(":")
         module = importlib.import_module(place)
@@ -43,13 +48,11 @@ def lines() -> Iterator[str]:
 
 
 def _is_ours(module: ModuleType, value: Any) -> bool:
-    return (inspect.isclass(value) or inspect.isfunction(value)) and (value.__module__ + ".").startswith(
-        module.__name__ + "."
-    )
+    return (inspect.isclass(value) or inspect.isfunction(value)) and (value.__module__ + ".").startswith(module.__name__ + ".")
 
 
 def _lines(path: str, value: Any) -> Iterator[str]:
-    if isinstance(value, EnumType):  # how one is called differs between Pythons, and nobody does
+    if isinstance(value, EnumType):  # its call signature differs between Pythons, and is not used
         yield from (f"{path}.{member.name}" for member in cast("type[Enum]", value))
         return
     yield f"{path}{_signature(value)}"

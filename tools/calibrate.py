@@ -5,8 +5,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from runtime.cli import guarded
-from sim.calibration.command import main
+from rubato.runtime.cli import guarded
+from rubato.sim.calibration.command import main
 
 if __name__ == "__main__":
     sys.exit(guarded(main, sys.argv[1:]))

@@ -25,16 +25,17 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from runtime.config import Config, load  # noqa: E402
-from runtime.errors import RubatoError  # noqa: E402
-from runtime.observe.trace import wall_s  # noqa: E402
-from sim.audit import AuditLimits, audit  # noqa: E402
+from rubato.runtime.config import Config  # noqa: E402
+from rubato.runtime.config.compose import load  # noqa: E402
+from rubato.runtime.errors import RubatoError  # noqa: E402
+from rubato.runtime.observe.trace import wall_s  # noqa: E402
+from rubato.sim.audit import AuditLimits, audit  # noqa: E402
 from tools.chaos_arguments import KINDS, chosen, parsed  # noqa: E402
 from tools.chaos_changes import changes, under_way  # noqa: E402
 from tools.chaos_job import Job, Victim, output_of  # noqa: E402
 
 LONGEST_STOP_S = 20.0
-"""Twice the lease of an actor: whoever is stopped that long comes back as one believed dead."""
+"""Twice the lease of an actor: one that is stopped that long counts as dead when it comes back."""
 START_S = 300.0
 """Longest until the first step, the making of a model included."""
 PATIENCE_S = 180.0
@@ -55,9 +56,7 @@ class Broken(Exception):
 class Chaos:
     """Chooses who is hit, how and when, by the seed; keeps what happened."""
 
-    def __init__(
-        self, job: Job, roles: list[str], kinds: list[str], rng: random.Random, *, orchestrated: bool = False
-    ) -> None:
+    def __init__(self, job: Job, roles: list[str], kinds: list[str], rng: random.Random, *, orchestrated: bool = False) -> None:
         self._job, self._rng, self._roles, self._kinds = job, rng, roles, kinds
         self._orchestrated = orchestrated
         self._deck: list[str] = []
@@ -90,9 +89,7 @@ class Chaos:
             self._waking[victim.pid] = now + stop_s
         at = {"at_s": round(now, 2), "t": wall_s(), "step": self._job.steps()}
         self.events.append(at | {"role": role, "name": victim.name, "kind": kind, "stop_s": stop_s})
-        print(
-            f"{now:6.1f} s  step {self._job.steps():<4} {kind} {victim.name}" + (f" for {stop_s} s" if stop_s else "")
-        )
+        print(f"{now:6.1f} s  step {self._job.steps():<4} {kind} {victim.name}" + (f" for {stop_s} s" if stop_s else ""))
         return True
 
     def missed(self) -> list[str]:
@@ -164,9 +161,7 @@ async def go(args: argparse.Namespace, config: Config, job: Job, chaos: Chaos) -
     chaos.wake(float("inf"))
     print(f"{args.seconds:6.1f} s  chaos ends at step {job.steps()}; {len(chaos.events)} events")
     if not chaos.events:
-        raise Broken(
-            f"nothing was hit in {args.seconds:g} s: no process of {', '.join(chaos.missed())} lived when its turn came"
-        )
+        raise Broken(f"nothing was hit in {args.seconds:g} s: no process of {', '.join(chaos.missed())} lived when its turn came")
     steps = rounds * config.run.steps
     if args.rest is not None:
         await _kill(job)

@@ -5,8 +5,8 @@ import math
 import signal
 from pathlib import Path
 
-from runtime.config import Config
-from runtime.errors import RubatoError
+from rubato.runtime.config import Config
+from rubato.runtime.errors import RubatoError
 
 KINDS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "restart": signal.SIGTERM}
 
@@ -16,14 +16,10 @@ def parsed(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("chaos", description="Kill, stop and restart processes of a run, then check it.")
     parser.add_argument("config", type=Path)
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value", help="change single keys of the config")
-    parser.add_argument(
-        "--seconds", type=float, default=60.0, help="how long the chaos lasts; then the run ends in peace"
-    )
+    parser.add_argument("--seconds", type=float, default=60.0, help="how long the chaos lasts; then the run ends in peace")
     parser.add_argument("--rest", type=int, metavar="STEPS", help="steps after the chaos, where the run has more left")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument(
-        "--kill", default="all", metavar="ROLES", help="roles, `redis`, `launcher`, `warm_parent`, `worker`, by commas"
-    )
+    parser.add_argument("--kill", default="all", metavar="ROLES", help="roles, `redis`, `launcher`, `warm_parent`, `worker`, by commas")
     parser.add_argument("--kinds", default="kill,stop,restart", help="what is done to them, by commas")
     parser.add_argument("--pause", nargs=2, type=float, default=(2.0, 10.0), metavar="S", help="between two events")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
@@ -53,18 +49,10 @@ def _check(given: argparse.Namespace) -> None:
 
 def chosen(kill: str, config: Config) -> list[str]:
     """The roles to hit. Raises RubatoError for one that the job does not have."""
-    known = [
-        *(role for role, spec in config.actors.items() if spec.count),
-        "redis",
-        "launcher",
-        "warm_parent",
-        "worker",
-    ]
+    known = [*(role for role, spec in config.actors.items() if spec.count), "redis", "launcher", "warm_parent", "worker"]
     if config.state.url:
         known.remove("redis")
     roles = known if kill == "all" else kill.split(",")
     if unknown := [role for role in roles if role not in known]:
-        raise RubatoError(
-            f"--kill: {unknown[0]!r} is not a role of this job. Its roles are {', '.join(known)}, or all."
-        )
+        raise RubatoError(f"--kill: {unknown[0]!r} is not a role of this job. Its roles are {', '.join(known)}, or all.")
     return roles

@@ -1,4 +1,4 @@
-"""What an orchestrator did while its job was under chaos, by its log: which switches and moves were under way when somebody was hit."""
+"""Switches and moves of an orchestrator whose job was under chaos, by its log: which were under way when a process was hit."""
 
 import json
 import math
@@ -28,10 +28,7 @@ def under_way(folder: Path) -> bool:
 def changes(folder: Path, hits: Sequence[float]) -> dict[str, int]:
     """Of the run in `folder`: changes that were begun, those that came to nothing, and how many of `hits` fell into one."""
     found = list(_all(folder))
-    within = {
-        what: sum(any(s.what == what and s.since <= t <= s.until for s in found) for t in hits)
-        for what in ("switch", "move")
-    }
+    within = {what: sum(any(s.what == what and s.since <= t <= s.until for s in found) for t in hits) for what in ("switch", "move")}
     return {
         "switches": sum(spell.what == "switch" for spell in found),
         "moves": sum(spell.what == "move" for spell in found),

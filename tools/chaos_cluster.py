@@ -2,7 +2,7 @@
 
 python tools/chaos_cluster.py [--seconds 120] [--steps 150] [--seed 1] [key.sub=value …]
 
-Whoever lives may be hit: actors of both jobs and their workers, their launchers (node agents), Stores and warm parents, the same of the
+Any process may be hit: actors of both jobs and their workers, their launchers (node agents), Stores and warm parents, the same of the
 cluster, and its scheduler. A cluster that is down is started again. Then both jobs run to their end in peace. Each ledger is audited, and every sample that was
 trained in the step in which the same job trains it alone has the reward that it has there: engines are scripted, so the tokens that rewards are
 of are a function of the job's seed, the prompt and the version, and a sample of another job shows. Overrides are those of the jobs. Ends with 0
@@ -27,22 +27,22 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from actors.cluster.board import read_board  # noqa: E402
-from actors.samples.parts import read_lines  # noqa: E402
-from runtime.config import load  # noqa: E402
-from runtime.errors import LaunchError  # noqa: E402
-from runtime.store.errors import StoreUnavailable  # noqa: E402
-from sim.audit import AuditLimits, audit  # noqa: E402
+from rubato.actors.cluster.board import read_board  # noqa: E402
+from rubato.actors.samples.run_files import read_lines  # noqa: E402
+from rubato.runtime.config.compose import load  # noqa: E402
+from rubato.runtime.errors import LaunchError  # noqa: E402
+from rubato.runtime.store.store import StoreUnavailable  # noqa: E402
+from rubato.sim.audit import AuditLimits, audit  # noqa: E402
 from tools.chaos_job import PR_SET_CHILD_SUBREAPER, Process, descendants  # noqa: E402
 
 JOB = ROOT / "configs/cluster_job.yaml"
 NAMES = ("a", "b")
 CLUSTER = ("scheduler.slo=1000", "scheduler.crashes=1000")
-"""Nobody is sent away for being late, or for what is done to it here."""
+"""Limits so high that no job is sent away for being late, or for what is done to it here."""
 QUICK = (
     "engine.scripted.token_s=0.005",
     "train.scripted.step_s=0.5",
-    "actors.reward_service={class: actors.rewards.service:RewardService}",
+    "actors.reward_service={class: rubato.actors.rewards.service:RewardService}",
     f"reward.functions=[{ROOT}/tools/bench/weights.py:reward]",
 )
 PAUSE_S = (1.0, 6.0)
@@ -76,7 +76,7 @@ class Lab:
     async def rubato(self, *words: object) -> int:
         with (self.place / "said").open("ab") as said:
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "runtime.cli", *map(str, words), cwd=self.place, stdout=said, stderr=said,
+                sys.executable, "-m", "rubato.runtime.cli", *map(str, words), cwd=self.place, stdout=said, stderr=said,
                 stdin=asyncio.subprocess.DEVNULL, env={**os.environ, "PYTHONPATH": str(ROOT)},
             )  # fmt: skip
         return await process.wait()
@@ -85,7 +85,7 @@ class Lab:
         """Start the cluster, or start it again; what is hit while it starts is tried again."""
         again = (self.folder / "run.json").exists()
         what = [self.folder] if again else [ROOT / "configs/cluster.yaml", "--dir", self.folder, *CLUSTER]
-        while await self.rubato("cluster", "start", *what):  # noqa: ASYNC110 - another program's processes tell nobody
+        while await self.rubato("cluster", "start", *what):  # noqa: ASYNC110 - another program's processes send no event
             await asyncio.sleep(LOOK_S)
 
     async def submit(self, name: str) -> None:
@@ -119,15 +119,13 @@ class Lab:
     def victims(self) -> list[Victim]:
         """All processes of cluster and jobs."""
         tree = {process.pid: process for process in descendants(os.getpid())}
-        return [
-            Victim(role, self._owner(tree, each), each.pid) for each in tree.values() if (role := _role(tree, each))
-        ]
+        return [Victim(role, self._owner(tree, each), each.pid) for each in tree.values() if (role := _role(tree, each))]
 
     def _owner(self, tree: Mapping[int, Process], process: Process | None) -> str:
         """The job whose launcher it is below."""
         while process is not None:
             for name in NAMES:
-                if "actors.cluster.job" in process.words and str(self.run_of(name)) in process.words:
+                if "rubato.actors.cluster.job" in process.words and str(self.run_of(name)) in process.words:
                     return name
             process = tree.get(process.parent)
         return "cluster"
@@ -136,13 +134,13 @@ class Lab:
 def _role(tree: Mapping[int, Process], process: Process) -> str:
     """Empty for the commands that this tool gives."""
     words, parent = process.words, tree.get(process.parent)
-    if "runtime.node" in words[:-2]:
-        return words[words.index("runtime.node") + 2].rpartition("-")[0]
+    if "rubato.runtime.node" in words[:-2]:
+        return words[words.index("rubato.runtime.node") + 2].rpartition("-")[0]
     marks = {
-        "redis-server": "Store", "runtime.launch.warm": "warm parent", "actors.cluster.job": "launcher",
-        "runtime.cli launch": "launcher",
+        "redis-server": "Store", "rubato.runtime.launch.warm": "warm parent", "rubato.actors.cluster.job": "launcher",
+        "rubato.runtime.cli launch": "launcher",
     }  # fmt: skip
-    below_actor = parent is not None and "runtime.node" in parent.words
+    below_actor = parent is not None and "rubato.runtime.node" in parent.words
     return next((role for mark, role in marks.items() if mark in " ".join(words)), "worker" if below_actor else "")
 
 
@@ -159,10 +157,7 @@ async def chaos(lab: Lab, seconds: float, rng: random.Random) -> Counter[str]:
         victim = rng.choice([each for each in found if (each.owner, each.role) == chosen])
         os.kill(victim.pid, signal.SIGKILL)
         hits[f"{victim.owner}'s {victim.role}"] += 1
-        print(
-            f"{seconds - until + loop.time():6.1f} s  steps {lab.steps()}  kill {victim.owner}'s {victim.role}",
-            flush=True,
-        )
+        print(f"{seconds - until + loop.time():6.1f} s  steps {lab.steps()}  kill {victim.owner}'s {victim.role}", flush=True)
         if (victim.owner, victim.role) == ("cluster", "launcher"):
             await lab.up()
     return hits
@@ -186,9 +181,7 @@ def trained(run: Path) -> dict[tuple[str, int], float]:
     return {(x["trajectory_id"], x["step"]): x["reward"] for x in lines if x["step"] is not None}
 
 
-def compared(
-    together: Mapping[tuple[str, int], float], alone: Mapping[tuple[str, int], float]
-) -> tuple[int, list[str]]:
+def compared(together: Mapping[tuple[str, int], float], alone: Mapping[tuple[str, int], float]) -> tuple[int, list[str]]:
     """How many samples both runs of a job trained in the same step, and those of them whose reward differs: they are another job's."""
     same = sorted(together.keys() & alone.keys())
     return len(same), [trajectory for trajectory, step in same if together[trajectory, step] != alone[trajectory, step]]
@@ -213,7 +206,7 @@ async def go(lab: Lab, seconds: float, rng: random.Random) -> list[str]:
     for name in NAMES:
         await lab.submit(name)
     async with asyncio.timeout(PATIENCE_S):
-        while not min(lab.steps().values()):  # noqa: ASYNC110 - files of other processes tell nobody
+        while not min(lab.steps().values()):  # noqa: ASYNC110 - files of other processes send no event
             await asyncio.sleep(LOOK_S)
     hits = await chaos(lab, seconds, rng)
     await peace(lab)
@@ -227,9 +220,7 @@ async def go(lab: Lab, seconds: float, rng: random.Random) -> list[str]:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--seconds", type=float, default=120.0, help="how long the chaos lasts; then both jobs end in peace"
-    )
+    parser.add_argument("--seconds", type=float, default=120.0, help="how long the chaos lasts; then both jobs end in peace")
     parser.add_argument("--steps", type=int, default=150, help="of each job: more than the chaos lets it have")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value")

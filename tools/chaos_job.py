@@ -67,7 +67,7 @@ class Job:
         command = ["launch", str(self.config), *self._overrides, "--run-dir", str(self.folder), *again]
         with self.output.open("ab") as output:
             self._launcher = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "runtime.cli", *command,
+                sys.executable, "-m", "rubato.runtime.cli", *command,
                 stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
                 env={**os.environ, **self._environment},
             )  # fmt: skip
@@ -103,7 +103,7 @@ class Job:
                 found.append(Victim(process.pid, "worker", f"a worker of {names[process.parent]}"))
             elif process.parent == self.launcher.pid and _is_redis(process):
                 found.append(Victim(process.pid, "redis", "redis"))
-            elif process.parent == self.launcher.pid and "runtime.launch.warm" in process.words:
+            elif process.parent == self.launcher.pid and "rubato.runtime.launch.warm" in process.words:
                 found.append(Victim(process.pid, "warm_parent", "the warm parent"))
         return found
 
@@ -174,12 +174,12 @@ def descendants(root: int) -> list[Process]:
 
 
 def shared_memory() -> set[str]:
-    """POSIX shared memory and semaphores; folders in there are somebody's scratch space."""
+    """POSIX shared memory and semaphores; folders in there are other programs' scratch space."""
     return {str(path) for path in Path("/dev/shm").glob("*") if path.is_file() and path.name.startswith(SHARED)}
 
 
 def mapped() -> set[str]:
-    """Shared memory that some living process still maps: not leaked, whoever's it is."""
+    """Shared memory that some living process still maps: not leaked, whatever process that is."""
     found: set[str] = set()
     for path in Path("/proc").glob("[0-9]*/maps"):
         try:
@@ -190,9 +190,9 @@ def mapped() -> set[str]:
 
 
 def _actor_name(process: Process) -> str:
-    """`runtime.node RUN NAME` on its command line."""
+    """`rubato.runtime.node RUN NAME` on its command line."""
     words = process.words
-    return words[words.index("runtime.node") + 2] if "runtime.node" in words[:-2] else ""
+    return words[words.index("rubato.runtime.node") + 2] if "rubato.runtime.node" in words[:-2] else ""
 
 
 def _is_redis(process: Process) -> bool:

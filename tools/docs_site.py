@@ -33,9 +33,7 @@ def page_of(path: str) -> str:
         return "index.md"
     if path.endswith(".md"):
         return posixpath.join("source", path) if "/" in path else path
-    return (
-        posixpath.join("source", path, "index.md") if (ROOT / path).is_dir() else posixpath.join("source", path + ".md")
-    )
+    return posixpath.join("source", path, "index.md") if (ROOT / path).is_dir() else posixpath.join("source", path + ".md")
 
 
 def targets(path: str, text: str) -> list[str]:
@@ -64,9 +62,7 @@ def content_of(path: str) -> str:
         here, rows = posixpath.dirname(page_of(path)), ""
         for name in listed.splitlines():
             shown = f"`{name.removeprefix(path + '/')}`"
-            rows += (
-                f"- [{shown}]({posixpath.relpath(page_of(name), here)})\n" if name.startswith(DOCS) else f"- {shown}\n"
-            )
+            rows += f"- [{shown}]({posixpath.relpath(page_of(name), here)})\n" if name.startswith(DOCS) else f"- {shown}\n"
         return f"# {path}\n\n{rows}"
     if path.endswith(".md"):
         return led_to_pages(path, place.read_text())

@@ -13,9 +13,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
-from runtime.config import Config, load
-from runtime.errors import ConfigError, RubatoError
-from runtime.launch.children import die_with_parent
+from rubato.runtime.config import Config
+from rubato.runtime.config.compose import load
+from rubato.runtime.errors import ConfigError, RubatoError
+from rubato.runtime.launch.children import die_with_parent
 from tools.fabric_namespaces import Racks
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -53,16 +54,7 @@ class Job:
         first, *others = addresses
         self._rubato(first, "keys", "new", "--run", self.folder / first)
         host = f"bus.host={addresses[first]}"
-        self._spawn(
-            first,
-            "launch",
-            self._config,
-            *self._overrides,
-            host,
-            "engine.num_slots=1",
-            "--run-dir",
-            self.folder / first,
-        )
+        self._spawn(first, "launch", self._config, *self._overrides, host, "engine.num_slots=1", "--run-dir", self.folder / first)
         self.until(lambda: self.events(first, "trainer-1", "epoch"), "the trainer's start")
         token = self._rubato(first, "keys", "join-token", "--run", self.folder / first)
         for rack in others:
@@ -95,9 +87,7 @@ class Job:
     def _synced(self) -> dict[int, float]:
         racks = self._racks.names
         published = {e["version"]: _unix_s(e) for e in self.events(racks[0], "trainer-1", "weights_published")}
-        swapped = [
-            {e["version"]: _unix_s(e) for e in self.events(rack, "engine-*", "weights_swapped")} for rack in racks
-        ]
+        swapped = [{e["version"]: _unix_s(e) for e in self.events(rack, "engine-*", "weights_swapped")} for rack in racks]
         everywhere = set(published).intersection(*swapped)
         return {v: max(times[v] for times in swapped) - published[v] for v in everywhere}
 
@@ -124,9 +114,7 @@ class Job:
 
     def _rubato(self, rack: str, *words: object) -> str:
         command = self._racks.command(rack, _command(words))
-        done = subprocess.run(
-            command, env=_environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
-        )
+        done = subprocess.run(command, env=_environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
         if done.returncode:
             raise Stuck(f"rubato {words[0]} failed: {done.stderr.strip()}")
         return done.stdout.strip()
@@ -179,7 +167,7 @@ def _addresses(config: Config) -> dict[str, str]:
 
 
 def _command(words: Sequence[object]) -> list[str]:
-    return [sys.executable, "-m", "runtime.cli", *map(str, words)]
+    return [sys.executable, "-m", "rubato.runtime.cli", *map(str, words)]
 
 
 def _environment() -> dict[str, str]:

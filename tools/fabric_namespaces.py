@@ -15,7 +15,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import NoReturn
 
-from runtime.errors import RubatoError
+from rubato.runtime.errors import RubatoError
 
 QUEUE_BYTES = 262_144
 """Before each class; what does not fit is dropped, as a rack switch would."""
@@ -30,11 +30,7 @@ SYSTEM_FOLDERS = ("/usr/sbin", "/sbin")
 """Where `tc` is, but not on every user's PATH."""
 
 PACKAGES = {"ip": "iproute2", "tc": "iproute2", "sysctl": "procps", "unshare": "util-linux", "mount": "util-linux"}
-REFUSALS = {
-    "kernel/unprivileged_userns_clone": "0",
-    "kernel/apparmor_restrict_unprivileged_userns": "1",
-    "user/max_user_namespaces": "0",
-}
+REFUSALS = {"kernel/unprivileged_userns_clone": "0", "kernel/apparmor_restrict_unprivileged_userns": "1", "user/max_user_namespaces": "0"}
 """Settings by which a kernel keeps users from namespaces of their own."""
 
 
@@ -77,7 +73,7 @@ class Racks:
         self.names, self._addresses = list(addresses), list(addresses.values())
 
     def make(self, mbps: float) -> None:
-        """Links have `mbps` until somebody sets them. Raises NoNamespaces."""
+        """Links have `mbps` until they are set. Raises NoNamespaces."""
         for rack, address in zip(self.names, self._addresses, strict=True):
             self._make_rack(rack, address)
         for a, b in combinations(range(len(self.names)), 2):

@@ -23,7 +23,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from runtime.errors import ConfigError, RubatoError  # noqa: E402
+from rubato.runtime.errors import ConfigError, RubatoError  # noqa: E402
 from tools.fabric_job import measure  # noqa: E402
 from tools.fabric_namespaces import HIDDEN, enter  # noqa: E402
 
@@ -96,13 +96,9 @@ def table(found: dict[str, dict[str, Any]]) -> str:
     heads = ("sync s", "longest pull s", "step s", "exposed s/step", "hidden s/step", "changes/step")
     lines = ["  ".join([f"{'circuits':<10}", *heads])]
     for mode, row in found.items():
-        lines.append(
-            "  ".join([f"{mode:<10}", *(f"{row[c]:>{len(h)}.3f}" for c, h in zip(columns, heads, strict=True))])
-        )
+        lines.append("  ".join([f"{mode:<10}", *(f"{row[c]:>{len(h)}.3f}" for c, h in zip(columns, heads, strict=True))]))
     if set(MODES) <= set(found):
-        lines.append(
-            f"weights reach all racks {found['static']['sync_s'] / found['proactive']['sync_s']:.2f} times as fast"
-        )
+        lines.append(f"weights reach all racks {found['static']['sync_s'] / found['proactive']['sync_s']:.2f} times as fast")
     return "\n".join(lines)
 
 

@@ -21,16 +21,15 @@ import zmq
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from bus.codec import Envelope, EnvelopeKind, encode_body
-from bus.link import PROTOCOL, Greeting, Identity
-from bus.message import Array, Message, Request
-from bus.zmq import ZmqTransport
-from runtime.actor import Actor, RunInfo, handler
-from runtime.blobs.blob import MemoryBlobStore
-from runtime.config import ActorConfig
-from runtime.kernel import Kernel
-from runtime.observe.log import configure, logger
-from runtime.store.store import MemoryStore
+from rubato.bus.codec import Envelope, EnvelopeKind, encode_body
+from rubato.bus.link import PROTOCOL, Greeting, Identity
+from rubato.bus.message import Array, Message, Request
+from rubato.bus.zmq import ZmqTransport
+from rubato.runtime.actor import Actor, RunInfo, handler
+from rubato.runtime.config import ActorConfig
+from rubato.runtime.kernel import Kernel
+from rubato.runtime.memory import MemoryBlobStore, MemoryStore
+from rubato.runtime.observe.log import configure, logger
 
 RUN = "fuzz"
 MOST_PER_LINK = 8
@@ -118,7 +117,7 @@ class Mutator:
     def _envelope(self) -> list[object]:
         rng = self._rng
         target = rng.choice(("target-1", "target-1", "honest-1", "", "x" * 2000))
-        tag = rng.choice(("Step", "Step", "Stepped", "Drained", "Finish", "", "nobody"))
+        tag = rng.choice(("Step", "Step", "Stepped", "Drained", "Finish", "", "unknown"))
         numbers = (rng.choice((0, 1, -1, 7, 2**31, 2**63 - 1, -(2**63))) for _ in range(4))
         identity, incarnation, budget_us, credit = numbers
         fields = [rng.choice((1, 1, 2, 11, 12, rng.randrange(-2, 20))), identity, target, incarnation, tag, budget_us]
@@ -191,9 +190,7 @@ class Session:
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
-        loop.set_exception_handler(
-            lambda _, told: self.raised.append(f"{told.get('message')}: {told.get('exception')!r}")
-        )
+        loop.set_exception_handler(lambda _, told: self.raised.append(f"{told.get('message')}: {told.get('exception')!r}"))
         async with asyncio.TaskGroup() as tasks:
             for kernel in (self._target, self._honest):
                 tasks.create_task(kernel.serve())

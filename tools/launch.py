@@ -2,8 +2,8 @@
 
 import sys
 
-from runtime.cli import guarded
-from runtime.launch.commands import main
+from rubato.runtime.cli import guarded
+from rubato.runtime.launch.commands import main
 
 if __name__ == "__main__":
     sys.exit(guarded(main, sys.argv[1:]))

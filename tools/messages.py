@@ -14,10 +14,10 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
-import actors.messages
-from bus.message import Message, Request, reply_types
+import rubato.actors.messages
+from rubato.bus.message import Message, Request, reply_types
 
-MODULES = ("bus.message", "runtime.messages", "runtime.blobs.messages")
+MODULES = ("rubato.bus.message", "rubato.runtime.messages")
 
 
 def described() -> dict[str, Any]:
@@ -33,7 +33,7 @@ def described() -> dict[str, Any]:
 
 
 def _messages() -> Iterator[type[Message]]:
-    within = (f"actors.messages.{module.name}" for module in pkgutil.iter_modules(actors.messages.__path__))
+    within = (f"rubato.actors.messages.{module.name}" for module in pkgutil.iter_modules(rubato.actors.messages.__path__))
     for path in (*MODULES, *within):
         for value in vars(importlib.import_module(path)).values():
             ours = isinstance(value, type) and issubclass(value, Message) and value.__module__ == path
@@ -87,8 +87,7 @@ def _nested(hint: Any, found: dict[str, type]) -> None:
 def text() -> str:
     """One class a line, so that a change reads as one."""
     parts = [
-        f"{json.dumps(part)}: {{\n"
-        + ",\n".join(f"{json.dumps(k)}: {json.dumps(v, ensure_ascii=False)}" for k, v in rows.items())
+        f"{json.dumps(part)}: {{\n" + ",\n".join(f"{json.dumps(k)}: {json.dumps(v, ensure_ascii=False)}" for k, v in rows.items())
         for part, rows in described().items()
     ]
     return "{" + "\n},\n".join(parts) + "\n}}"

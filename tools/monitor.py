@@ -2,8 +2,8 @@
 
 import sys
 
-from runtime.cli import guarded
-from runtime.monitor.command import main
+from rubato.runtime.cli import guarded
+from rubato.runtime.monitor.command import main
 
 if __name__ == "__main__":
     sys.exit(guarded(main, sys.argv[1:]))

@@ -13,10 +13,10 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from actors.report.metrics import METRICS
-from runtime.config import load
-from runtime.config.config import root_model
-from runtime.config.explain import allowed, models
+from rubato.actors.report.metrics import METRICS
+from rubato.runtime.config.compose import load
+from rubato.runtime.config.config import root_model
+from rubato.runtime.config.explain import allowed, models
 
 ROOT = Path(__file__).parents[1]
 COLUMNS = 100
@@ -50,12 +50,13 @@ takes these two words alone. Quotes make text of anything: `'010'`, `'[::1]:9108
 
 **`${NAME}` stands for a variable of the environment**, `${NAME:-word}` for `word` where that is not set or empty, and `$${NAME}` for the text
 `${NAME}`. Within a list or mapping in brackets it is put in quotes. The value is text; a key that takes a number reads it as one. Each
-process fills it in from its own environment: a host that joins, a cluster, and whoever resumes the run need the variable too. What is
+process fills it in from its own environment: a host that joins, a cluster, and a resumed launch need the variable too. What is
 written, logged and shown has `${NAME}` in its place, so a secret belongs there: `env.kwargs.api_key='${API_KEY}'`. What your own code
 prints to a file of its own or returns as text is not looked at, nor is a value of less than four characters.
 
-**Where relative paths start.** `model.path` and `train.reference` start at the run folder. Code, such as `path/to/file.py:Name`, starts at
-the folder in which `rubato launch` is called; so do RUN, CONFIG, `run.dir`, data files of `tasks`, and paths that your own code opens. `~`
+**Where relative paths start.** `model.path` and `train.reference` start at the run folder, or are names at the hub ([running.md](running.md#by-name)). Code, such as `path/to/file.py:Name`, starts at
+the folder in which `rubato launch` is called; so do RUN, CONFIG, `run.dir`, data files of `tasks` (or names at the hub,
+[tasks.md](tasks.md#by-name)), and paths that your own code opens. `~`
 in `model.path`, `train.reference` and paths of data files is your home.
 
 **Evaluation is greedy by default**: one rollout of each held-out task at temperature 0. `eval.samples` above 1 samples instead, at
@@ -130,9 +131,7 @@ def _row(*cells: str) -> str:
 
 
 def _wrapped(text: str) -> str:
-    parts = (
-        textwrap.fill(part, COLUMNS, break_long_words=False, break_on_hyphens=False) for part in text.split("\n\n")
-    )
+    parts = (textwrap.fill(part, COLUMNS, break_long_words=False, break_on_hyphens=False) for part in text.split("\n\n"))
     return "\n\n".join(parts) + "\n"
 
 

@@ -43,9 +43,7 @@ def main(argv: Sequence[str]) -> int:
         parts += _section(folder, run)
     PAGE.write_text("\n".join(parts).rstrip() + "\n")
     claims = [claim for run in runs.values() for claim in run["claims"]]
-    print(
-        f"{PAGE}: {len(runs)} scenarios; {_held(claims, 'published')} published and {_held(claims, 'ours')} of our own claims hold"
-    )
+    print(f"{PAGE}: {len(runs)} scenarios; {_held(claims, 'published')} published and {_held(claims, 'ours')} of our own claims hold")
     return 0
 
 

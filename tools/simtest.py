@@ -14,11 +14,11 @@ import msgspec
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from runtime.launch.children import die_with_parent
-from sim.simtest import mutations
-from sim.simtest.faults import DEFAULT, KINDS, Fault
-from sim.simtest.run import Bench, faults_of, run
-from sim.simtest.search import SeedFinding, examine, first_catch
+from rubato.runtime.launch.children import die_with_parent
+from rubato.sim.simtest import mutations
+from rubato.sim.simtest.faults import DEFAULT, KINDS, Fault
+from rubato.sim.simtest.run import Bench, faults_of, run
+from rubato.sim.simtest.search import SeedFinding, examine, first_catch
 
 CAUGHT_WITHIN = 1000
 """Seeds by which every mutation must be caught."""
@@ -92,19 +92,14 @@ def _print_failure(finding: SeedFinding, args: argparse.Namespace) -> None:
     mutate = f" --mutate {args.mutate}" if args.mutate else ""
     faults = f" --faults {args.faults}" if args.faults else ""
     faults += f" --rounds {args.rounds}" if args.rounds > 1 else ""
-    print(
-        f"  trace {finding.hash}, {again}; replay: python tools/simtest.py --replay {finding.seed}{faults}{mutate}",
-        flush=True,
-    )
+    print(f"  trace {finding.hash}, {again}; replay: python tools/simtest.py --replay {finding.seed}{faults}{mutate}", flush=True)
 
 
 def _mutations(args: argparse.Namespace) -> int:
     most = str(args.seeds or CAUGHT_WITHIN)
     names = list(mutations.MUTATIONS)
     jobs = max(1, min(args.jobs, len(names)))
-    commands = [
-        ["--worker", ",".join(names[i::jobs]), "--start", str(args.start), "--seeds", most] for i in range(jobs)
-    ]
+    commands = [["--worker", ",".join(names[i::jobs]), "--start", str(args.start), "--seeds", most] for i in range(jobs)]
     began, missed, told = time.perf_counter(), 0, 0
     for line in _lines(commands):
         text, caught = msgspec.json.decode(line, type=tuple[str, bool])
@@ -112,9 +107,7 @@ def _mutations(args: argparse.Namespace) -> int:
         missed += not caught
         told += 1
     seconds = time.perf_counter() - began
-    print(
-        f"{told} mutations: {told - missed} caught, {missed + len(names) - told} missed, {seconds:.0f} s in {jobs} processes"
-    )
+    print(f"{told} mutations: {told - missed} caught, {missed + len(names) - told} missed, {seconds:.0f} s in {jobs} processes")
     return 1 if missed or told < len(names) else 0
 
 
@@ -165,9 +158,7 @@ def _lines(commands: list[list[str]]) -> Iterator[str]:
         lines.put(None)
 
     workers = [
-        subprocess.Popen(
-            [sys.executable, __file__, *command], stdout=subprocess.PIPE, text=True, preexec_fn=die_with_parent
-        )
+        subprocess.Popen([sys.executable, __file__, *command], stdout=subprocess.PIPE, text=True, preexec_fn=die_with_parent)
         for command in commands
     ]
     try:
@@ -187,8 +178,6 @@ def _share(wanted: int, jobs: int, index: int) -> int:
 
 
 if __name__ == "__main__":
-    if (
-        os.environ.get("PYTHONHASHSEED") != "0"
-    ):  # sets of texts have one order in every process: a seed replays anywhere
+    if os.environ.get("PYTHONHASHSEED") != "0":  # sets of texts have one order in every process: a seed replays anywhere
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "PYTHONHASHSEED": "0"})
     sys.exit(main(sys.argv[1:]))

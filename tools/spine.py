@@ -20,7 +20,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PRODUCT = ("bus", "runtime", "planning", "actors", "sim")
 
 ROLES = ("sample_buffer", "llm_proxy", "engine", "env_manager", "trainer")
 
@@ -52,12 +51,13 @@ WORDS = {
     "fabric": "fabric fabrics circuit circuits optical",
     "pace": "pace paces paced pacing",
     "scripted": "scripted script scripts",
+    "adapters": "adapters adapted lora peft",
 }
 """Mechanism → its words, singly and as parts of names: `_affinity`, `PrefillStage`, `with_permit`."""
 
 BOUNDS: dict[str, tuple[int, ...]] = {
-    "files": (155, 134, 122),
-    "lines": (31500, 29010, 27000),
+    "files": (155, 134, 122, 102, 100),
+    "lines": (31500, 29010, 27000, 25300, 25150),
     "mentions": (453, 20, 11),
 }
 """Figure → the bounds that it has had. The last holds; a new one is lower than that, and is appended."""
@@ -65,12 +65,12 @@ BOUNDS: dict[str, tuple[int, ...]] = {
 STEPS = ("run.steps=3", "eval.num_tasks=8", "eval.final_num_tasks=8")
 LIMIT_S = 600.0
 
-HOOK = f"""
+HOOK = """
 import atexit, json, os, sys
 
 def tell():
-    if sys.argv[0].endswith("node.py") or "runtime.node" in sys.orig_argv:
-        loaded = sorted(name for name in list(sys.modules) if name.partition(".")[0] in {(*PRODUCT, "rubato")!r})
+    if sys.argv[0].endswith("node.py") or "rubato.runtime.node" in sys.orig_argv:
+        loaded = sorted(name for name in list(sys.modules) if name.partition(".")[0] == "rubato")
         with open(os.path.join(os.environ["RUBATO_SPINE"], sys.argv[-1]), "w") as file:
             json.dump(loaded, file)
 
@@ -97,13 +97,9 @@ def modules() -> dict[str, list[str]]:
         if played.returncode:
             raise SystemExit(f"the quickstart ended with {played.returncode}: {played.stderr.strip()[-500:]}")
         told = {path.name: json.loads(path.read_text()) for path in (folder / "told").iterdir()}
-    found = {
-        role: sorted({m for name, ms in told.items() if name.startswith(f"{role}-") for m in ms}) for role in ROLES
-    }
+    found = {role: sorted({m for name, ms in told.items() if name.startswith(f"{role}-") for m in ms}) for role in ROLES}
     if missing := [role for role, names in found.items() if not names]:
-        raise SystemExit(
-            f"no word from {', '.join(missing)}: actors no longer run as runtime.node, or end without their atexit"
-        )
+        raise SystemExit(f"no word from {', '.join(missing)}: actors no longer run as rubato.runtime.node, or end without their atexit")
     return found
 
 
@@ -134,11 +130,7 @@ def main() -> int:
     loaded = {} if given.static else modules()
     files = {file for names in loaded.values() for name in names if (file := file_of(name)) is not None}
     said = mentions()
-    figures = {
-        "files": len(files),
-        "lines": sum(len(file.read_text().splitlines()) for file in files),
-        "mentions": sum(said.values()),
-    }
+    figures = {"files": len(files), "lines": sum(len(file.read_text().splitlines()) for file in files), "mentions": sum(said.values())}
     if given.json:
         given.json.write_text(json.dumps({"modules": loaded, **figures, "mentions": said}, indent=1))
     for name, num in said.items():

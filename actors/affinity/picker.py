@@ -4,20 +4,20 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from actors.config import engine_specs, one_of
-from actors.messages.generation import Completion, GenerateReply, Measure, StepsMeasured
-from actors.proxy.picker import LeastLoaded, PickerHost
-from actors.proxy.section import LEARNED
-from bus.errors import AskFailed
-from planning.affinity import AffinityPlan, told
-from planning.binding import Binding, TaskProfiles, measured, planned
-from planning.engine_info import all_asleep
-from planning.routing import Wait
-from planning.step_cost import StepSums
-from runtime.config import Config as Job
+from rubato.actors.config import engine_specs, one_of
+from rubato.actors.messages.generation import Completion, GenerateReply, Measure, StepsMeasured
+from rubato.actors.proxy.picker import LeastLoaded, PickerHost
+from rubato.actors.proxy.section import LEARNED
+from rubato.bus.errors import AskFailed
+from rubato.planning.affinity import AffinityPlan, told
+from rubato.planning.binding import Binding, TaskProfiles, measured, planned
+from rubato.planning.engine_info import all_asleep
+from rubato.planning.routing import Wait
+from rubato.planning.step_sums import StepSums
+from rubato.runtime.config import Config as Job
 
 if TYPE_CHECKING:
-    from actors.proxy.placement import EngineSeat, ProxyRequest
+    from rubato.actors.proxy.placement import EngineSeat, ProxyRequest
 
 DEFAULT = "default"
 """Stands for every task that the map does not name."""
@@ -35,10 +35,8 @@ def check_affinity(job: Job) -> None:
     if not given:
         return
     if given == LEARNED:
-        if job.has("engine") and job.section("engine").kind == "vllm":
-            raise ValueError(
-                "affinity is learned, but engine.kind=vllm does not observe its steps: map tasks to classes"
-            )
+        if job.has("engine") and (kind := job.section("engine").kind) in ("vllm", "vllm_server"):
+            raise ValueError(f"affinity is learned, but engine.kind={kind} does not observe its steps: map tasks to classes")
         return
     tasks = list(job.section("tasks")) if job.has("tasks") else []
     known = [pool for spec in engine_specs(job).values() for pool in spec.pools.items()]
@@ -50,9 +48,7 @@ def check_affinity(job: Job) -> None:
         except ValueError as error:
             raise ValueError(f"affinity is a map of tasks: {error}") from None
         if not classes:
-            raise ValueError(
-                f"affinity.{task} is {name}, but no pool says its hardware class: set actors.engine.pools.NAME.hardware"
-            )
+            raise ValueError(f"affinity.{task} is {name}, but no pool says its hardware class: set actors.engine.pools.NAME.hardware")
         try:
             one_of(name, classes)
         except ValueError as error:
@@ -178,7 +174,7 @@ class AffinityPicker(LeastLoaded):
         return told(request.request.route.task, shares) if shares else ""
 
     def waits(self, request: "ProxyRequest") -> None:
-        """While any does, all are looked at every `PATIENCE_S`: a class that stands still tells nobody."""
+        """While a request waits, all that wait are looked at every `PATIENCE_S`: a class that stands still sends no event."""
         if self._looking is None and self._binding.binds:
             self._looking = self._actor.spawn(self._look(), name=f"{self._actor.name}.patience")
 
@@ -192,14 +188,8 @@ class AffinityPicker(LeastLoaded):
         self._actor.metrics.count("proxy/fell_back")
         if task not in self._elsewhere:
             self._elsewhere.add(task)
-            there = [
-                name
-                for name in order
-                if name in self._classes and not all_asleep(e.info for e in self._classes[name].values())
-            ]
-            why = (
-                f"no {there[0]} had room for {PATIENCE_S:g} s" if there else f"no engine of {' or '.join(order)} is up"
-            )
+            there = [name for name in order if name in self._classes and not all_asleep(e.info for e in self._classes[name].values())]
+            why = f"no {there[0]} had room for {PATIENCE_S:g} s" if there else f"no engine of {' or '.join(order)} is up"
             name = self._class_of.get(engine, "")
             self._actor.notice(f"affinity: requests of task {task or 'of the job'} go to {name} for now: {why}")
 
@@ -214,9 +204,7 @@ class AffinityPicker(LeastLoaded):
         async with asyncio.TaskGroup() as asked:
             for engine in list(self._class_of):
                 asked.create_task(self._measure(engine))
-        awake = {
-            name: [e.info for e in engines.values() if not e.info.asleep] for name, engines in self._classes.items()
-        }
+        awake = {name: [e.info for e in engines.values() if not e.info.asleep] for name, engines in self._classes.items()}
         classes = [
             measured(name, len(infos), sum(info.num_slots for info in infos) / len(infos), self._sums[name])
             for name, infos in awake.items()
@@ -245,9 +233,7 @@ class AffinityPicker(LeastLoaded):
     def _can_not_learn(self, engine: str) -> None:
         if not self._is_told:
             self._is_told = True
-            self._actor.notice(
-                f"affinity: {engine} does not observe its steps, so nothing can be learned: map tasks to classes"
-            )
+            self._actor.notice(f"affinity: {engine} does not observe its steps, so nothing can be learned: map tasks to classes")
 
     def _follow(self, found: AffinityPlan) -> None:
         self._actor.log.info("affinity_planned", why=found.why, rate_s=found.rate, shares=found.shares)

@@ -9,10 +9,10 @@ from typing import Any, Self
 
 import msgspec
 
-from actors.samples.groups import Groups
-from actors.samples.policy import BatchPolicy, PolicyJob, PolicyPlugin
-from planning.adaptive_alpha import AlphaBounds, AlphaState, StepFigures, adapt, begin
-from planning.staleness import Admission, AdmissionView
+from rubato.actors.samples.groups import Groups
+from rubato.actors.samples.policy import BatchPolicy, PolicyJob, PolicyPlugin
+from rubato.planning.adaptive_alpha import AlphaBounds, AlphaState, StepFigures, adapt, begin
+from rubato.planning.staleness import Admission, AdmissionView
 
 BEGIN = 1
 """α of a job's first steps: one version hides rollouts behind training."""
@@ -39,12 +39,7 @@ class AdaptiveAlpha(PolicyPlugin):
     key = "adaptive_alpha"
 
     def __init__(
-        self,
-        below: BatchPolicy,
-        groups: Groups,
-        bounds: AlphaBounds,
-        now: Callable[[], float],
-        tell: Callable[[str], None],
+        self, below: BatchPolicy, groups: Groups, bounds: AlphaBounds, now: Callable[[], float], tell: Callable[[str], None]
     ) -> None:
         """`now` gives seconds; `tell` hears each change, in a sentence."""
         super().__init__(below, groups)

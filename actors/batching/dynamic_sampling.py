@@ -4,15 +4,12 @@ from typing import Any
 
 import msgspec
 
-from actors.messages.samples import has_spread
-from actors.samples.group import Group
-from actors.samples.groups import Groups
-from actors.samples.policy import BatchPolicy, Ending, PolicyPlugin
+from rubato.actors.messages.samples import has_spread
+from rubato.actors.samples.group import Group
+from rubato.actors.samples.groups import Groups
+from rubato.actors.samples.policy import BatchPolicy, Ending, PolicyPlugin
 
-NO_SPREAD = (
-    "had no reward spread: every rollout of a task earns the same. Try other tasks or rewards, or "
-    "train.dynamic_sampling=false."
-)
+NO_SPREAD = "had no reward spread: every rollout of a task earns the same. Try other tasks or rewards, or train.dynamic_sampling=false."
 
 
 class Filtered(msgspec.Struct, array_like=True):

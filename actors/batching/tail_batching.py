@@ -10,25 +10,13 @@ from typing import Any, Self
 
 import msgspec
 
-from actors.config import SamplesSection, StalenessSection
-from actors.samples.group import Group, Receipt
-from actors.samples.groups import Groups
-from actors.samples.policy import BatchPolicy, PolicyJob, PolicyPlugin
-from planning.staleness import Admission, AdmissionView, HandOver, SupplyView, min_version
-from planning.tail import (
-    TailRound,
-    TailRules,
-    TailState,
-    begin,
-    close,
-    drop,
-    reopen,
-    replace,
-    resumed,
-    train,
-    trainable,
-)
-from runtime.config import Config
+from rubato.actors.config import SamplesSection, StalenessSection
+from rubato.actors.samples.group import Group, Receipt
+from rubato.actors.samples.groups import Groups
+from rubato.actors.samples.policy import BatchPolicy, PolicyJob, PolicyPlugin
+from rubato.planning.staleness import Admission, AdmissionView, HandOver, SupplyView, min_version
+from rubato.planning.tail import TailRound, TailRules, TailState, begin, close, drop, reopen, replace, resumed, train, trainable
+from rubato.runtime.config import Config
 
 PUT_OFF = "other prompts of its round were complete before; it waits for a long round"
 FORGOTTEN = "the Store forgot its round, and its prompt is launched anew"
@@ -55,11 +43,7 @@ class TailBatching(PolicyPlugin):
     key, draws = "tail_batching", True
 
     def __init__(
-        self,
-        below: BatchPolicy,
-        groups: Groups,
-        etas: tuple[float, float],
-        on_round: Callable[[TailRound], None] = lambda round_: None,
+        self, below: BatchPolicy, groups: Groups, etas: tuple[float, float], on_round: Callable[[TailRound], None] = lambda round_: None
     ) -> None:
         """`etas` are of prompts and of responses. Raises ValueError for rules that can't be."""
         super().__init__(below, groups)

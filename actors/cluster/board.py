@@ -5,20 +5,20 @@ from typing import NamedTuple
 
 import msgspec
 
-from actors.cluster.book import Book, JobRecord
-from actors.cluster.lease import ROLLOUT
-from actors.cluster.permits import PermitEvent, Permits
-from planning.consolidation import TAIL
-from planning.permits import PermitLine
-from runtime.config import load
-from runtime.errors import LaunchError
-from runtime.launch.card import read_card
-from runtime.launch.connection import connect
-from runtime.launch.folder import is_held
-from runtime.launch.shared import open_shared
-from runtime.monitor.snapshot import lookup, total
-from runtime.monitor.source import RowTail, RunSource, read_config
-from runtime.observe.trace import wall_s
+from rubato.actors.cluster.book import Book, JobRecord
+from rubato.actors.cluster.lease import ROLLOUT
+from rubato.actors.cluster.permits import PermitEvent, Permits
+from rubato.planning.consolidation import TAIL
+from rubato.planning.permits import PermitLine
+from rubato.runtime.config.compose import load
+from rubato.runtime.errors import LaunchError
+from rubato.runtime.launch.card import read_card
+from rubato.runtime.launch.connection import connect
+from rubato.runtime.launch.folder import is_held
+from rubato.runtime.launch.shared import open_shared
+from rubato.runtime.monitor.snapshot import lookup, total
+from rubato.runtime.monitor.source import RowTail, RunSource, read_config
+from rubato.runtime.observe.trace import wall_s
 
 GANTT_CYCLES_S = 60.0
 MARKS = "abcdefghijklmnopqrstuvwxyz"
@@ -58,12 +58,10 @@ class ClusterBoard(NamedTuple):
         book, section = self.book, self.book.section
         shared, solo = book.usd_hour(), book.usd_hour_solo()
         cost = f"{shared:.2f} $/h, {solo:.2f} if each had its own" if solo else "no job runs"
-        return (
-            f"cluster {self.name} · rollout {section.rollout.nodes}, training {section.training.nodes} nodes · {cost}"
-        )
+        return f"cluster {self.name} · rollout {section.rollout.nodes}, training {section.training.nodes} nodes · {cost}"
 
     def pools(self) -> list[str]:
-        """A line for each pool that somebody has asked for: who holds it, and who waits for it, first come first."""
+        """A line for each pool that a job has asked for: its holder, and the jobs that wait for it, first come first."""
         if not self.lines:
             return []
         rows = [f" {'pool':<12} {'held by':<28} queue"]

@@ -10,10 +10,10 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from actors.cluster.pools import GB, SchedulerSection
-from actors.messages.cluster import JobNeeds
-from planning.coexecution import CoexecutionGroup, JobProfile, PinnedJob, SharedCluster, keeps, refuse, share
-from planning.round_robin import StepTimes
+from rubato.actors.cluster.pools import GB, SchedulerSection
+from rubato.actors.messages.cluster import JobNeeds
+from rubato.planning.coexecution import CoexecutionGroup, JobProfile, PinnedJob, SharedCluster, keeps, refuse, share
+from rubato.planning.round_robin import StepTimes
 
 PROFILED = 2
 """Steps seen after which a job is planned by what it took."""
@@ -76,7 +76,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def times(self) -> StepTimes | None:
-        """Its longest step, phase by phase: of those seen, or as max_tokens says; None where nobody knows.
+        """Its longest step, phase by phase: of those seen, or as max_tokens says; None where neither is known.
 
         Of more than a few the longest but one: a permit whose holder was stopped is free only when it lapses.
         """
@@ -104,7 +104,7 @@ class GroupVerdict(NamedTuple):
 
 
 def profile(record: JobRecord) -> JobProfile:
-    """As planners have it: a rollout node, a training node. Of one that nobody knows anything, the times mean nothing."""
+    """The job for planners: one rollout node, one training node. Where its times are not known yet, they mean nothing."""
     times, needs = record.times or StepTimes(0.0, 1.0, 1.0), record.needs
     return JobProfile(
         record.name, times.rollout, times.train, 1, 1, needs.rollout_bytes, needs.train_bytes, record.slo,
@@ -144,13 +144,11 @@ class Book:
             ("training", record.needs.train_gpus, self.section.training),
         ):
             if pool.gpus and need > pool.gpus:
-                raise ValueError(
-                    f"job {record.name} needs {need} GPUs for {what}, and a {what} node of this cluster has {pool.gpus}"
-                )
+                raise ValueError(f"job {record.name} needs {need} GPUs for {what}, and a {what} node of this cluster has {pool.gpus}")
         refuse(profile(record), self.cluster)
 
     def spot(self, record: JobRecord) -> Spot:
-        """Where it goes now. Whom nobody knows is placed where nobody is, or else on trial where it fits."""
+        """Its place now. A job whose times are not known gets free nodes, or else a trial beside others where it fits."""
         if record.times is None:
             return self._trial(record)
         groups = self.groups()
@@ -248,9 +246,7 @@ class Book:
         return self._kept(job, said)
 
     def _replanned(self, job: JobRecord, drifted: str) -> GroupVerdict:
-        self.jobs[job.name] = msgspec.structs.replace(
-            job, planned=_typical(job.seen[-LOOKED_AT:]), seen=job.seen[-LOOKED_AT:]
-        )
+        self.jobs[job.name] = msgspec.structs.replace(job, planned=_typical(job.seen[-LOOKED_AT:]), seen=job.seen[-LOOKED_AT:])
         return self._kept(job, drifted)
 
     def _kept(self, job: JobRecord, said: str) -> GroupVerdict:

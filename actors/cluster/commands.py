@@ -11,32 +11,33 @@ from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
-from actors.cluster.board import read_board
-from actors.cluster.job import JobFiles
-from actors.cluster.lives import JobLife
-from actors.cluster.needs import ENGINE, TRAINER, needs_of
-from actors.cluster.pools import SchedulerSection, rollout_pool, training_pool
-from actors.cluster.token import make_token, read_token
-from actors.messages.cluster import CancelJob, JobAccepted, JobRefused, StopJobs, SubmitJob
-from bus.errors import AskFailed
-from bus.message import Request
-from runtime.config import Config, load
-from runtime.errors import ConfigError, ExitCode, LaunchError, RubatoError, first_cause
-from runtime.guest import ask_node, join
-from runtime.launch.card import find_keys, read_card
-from runtime.launch.children import last_line
-from runtime.launch.connection import connect
-from runtime.launch.folder import is_held, make_keys
-from runtime.messages import StopJob
-from runtime.registry import list_actors
-from runtime.store.errors import StoreUnavailable
+from rubato.actors.cluster.board import read_board
+from rubato.actors.cluster.job import JobFiles
+from rubato.actors.cluster.lives import JobLife
+from rubato.actors.cluster.needs import ENGINE, TRAINER, needs_of
+from rubato.actors.cluster.pools import SchedulerSection, rollout_pool, training_pool
+from rubato.actors.cluster.token import make_token, read_token
+from rubato.actors.messages.cluster import CancelJob, JobAccepted, JobRefused, StopJobs, SubmitJob
+from rubato.bus.errors import AskFailed
+from rubato.bus.message import Request
+from rubato.runtime.config import Config
+from rubato.runtime.config.compose import load, problems
+from rubato.runtime.errors import ConfigError, ExitCode, LaunchError, RubatoError, first_cause
+from rubato.runtime.guest import ask_node, join
+from rubato.runtime.launch.card import find_keys, read_card
+from rubato.runtime.launch.children import last_line
+from rubato.runtime.launch.connection import connect
+from rubato.runtime.launch.folder import is_held, make_keys
+from rubato.runtime.messages import StopJob
+from rubato.runtime.registry import list_actors
+from rubato.runtime.store.store import StoreUnavailable
 
 SCHEDULER = "scheduler"
 START_S, STOP_S, ASK_S = 60.0, 180.0, 30.0
 LOOK_S = 0.1
-"""How often a cluster that starts or ends is looked at from outside: it sends nobody an event."""
+"""Period of looking at a cluster that starts or ends, from outside: it sends no event."""
 LOG = "cluster.log"
-SETTINGS = ("state.shared=true", "report.finish=''", "report.monitor=actors.cluster.monitor")
+SETTINGS = ("state.shared=true", "report.finish=''", "report.monitor=rubato.actors.cluster.monitor")
 """Of every cluster."""
 
 
@@ -59,9 +60,7 @@ def main(argv: Sequence[str]) -> int:
 def start(argv: list[str]) -> int:
     """Start a cluster, or go on with one that is down: its jobs are found again, or started again."""
     parser = argparse.ArgumentParser("rubato cluster start", description=start.__doc__)
-    parser.add_argument(
-        "config", type=Path, metavar="CONFIG or DIR", help="e.g. configs/cluster.yaml, or a cluster's folder"
-    )
+    parser.add_argument("config", type=Path, metavar="CONFIG or DIR", help="e.g. configs/cluster.yaml, or a cluster's folder")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value")
     parser.add_argument("--dir", type=Path, help="folder of the cluster (default: runs/cluster-NAME)")
     given = parser.parse_intermixed_args(argv)
@@ -77,14 +76,13 @@ def start(argv: list[str]) -> int:
     what = ["--resume", str(folder)] if again else [str(file), "--run-dir", str(folder)]
     with (folder / LOG).open("ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "runtime.cli", "launch", *what, *given.overrides, *SETTINGS],
+            [sys.executable, "-m", "rubato.runtime.cli", "launch", *what, *given.overrides, *SETTINGS],
             stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
             env={**os.environ, "PYTHONSAFEPATH": "1"},
         )  # fmt: skip
     _run(_until_ready(folder, process))
     pools = ", ".join(
-        f"{name} {pool.nodes} × {pool.hardware or 'node'}"
-        for name, pool in (("rollout", section.rollout), ("training", section.training))
+        f"{name} {pool.nodes} × {pool.hardware or 'node'}" for name, pool in (("rollout", section.rollout), ("training", section.training))
     )
     print(f"cluster {config.run.name} · {folder} · {pools} · submit with: rubato submit JOB.yaml --cluster {folder}")  # noqa: T201
     return ExitCode.DONE
@@ -127,9 +125,7 @@ async def _is_ready(folder: Path, pid: int) -> bool:
         if card.launcher_pid != pid or not card.state_url:
             return False
         async with connect(folder, types=False) as connection:
-            return any(
-                record.role == SCHEDULER and record.state == "ready" for record in await list_actors(connection.store)
-            )
+            return any(record.role == SCHEDULER and record.state == "ready" for record in await list_actors(connection.store))
     except (LaunchError, StoreUnavailable):
         return False
 
@@ -162,7 +158,7 @@ def stop(argv: list[str]) -> int:
 
 
 async def _stop_left(folder: Path) -> None:
-    """Jobs that run although nobody supervises them: the cluster was killed."""
+    """End jobs that run without supervision, since the cluster was killed."""
     stems = [path.with_suffix("") for path in (folder / "submitted").glob("*.lock")]
     lives = [JobLife.found(folder / "jobs" / stem.name, JobFiles(stem)) for stem in stems]
     left = [life for life in lives if life is not None]
@@ -184,16 +180,14 @@ def submit(argv: list[str]) -> int:
     parser.add_argument("config", type=Path, metavar="JOB.yaml")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value")
     parser.add_argument("--cluster", type=Path, required=True, metavar="DIR", help="folder of the cluster")
-    parser.add_argument(
-        "--slo", type=float, default=0.0, help="its time may be so many times its time alone (default: the cluster's)"
-    )
+    parser.add_argument("--slo", type=float, default=0.0, help="its time may be so many times its time alone (default: the cluster's)")
     given = parser.parse_intermixed_args(argv)
     folder = given.cluster.resolve()
     if any(word.startswith("--slo") for word in argv) and not given.slo >= 1:
         raise LaunchError(f"--slo {given.slo:g}: a job's bound is at least 1, its time alone.")
     config = _shared_job(given.config, given.overrides, folder)
     token = read_token(_cluster(folder, "nothing was submitted"))
-    if wrong := config.problems(folder / "jobs" / config.run.name):
+    if wrong := problems(config, folder / "jobs" / config.run.name):
         raise ConfigError("\n".join(wrong))
     request = SubmitJob(
         token=token, id=secrets.token_hex(8), name=config.run.name, config=config.dump(), cwd=os.getcwd(), slo=given.slo,
@@ -258,13 +252,9 @@ def _cluster(folder: Path, otherwise: str) -> Path:
     try:
         card = read_card(folder)
     except LaunchError:
-        raise LaunchError(
-            f"{folder} holds no cluster: {otherwise}. Start one with: rubato cluster start CONFIG --dir {folder}"
-        ) from None
+        raise LaunchError(f"{folder} holds no cluster: {otherwise}. Start one with: rubato cluster start CONFIG --dir {folder}") from None
     if not is_held(folder) or not card.state_url:  # a launcher that was killed may still be in the table of processes
-        raise LaunchError(
-            f"the cluster in {folder} is down: {otherwise}. Start it again with: rubato cluster start {folder}"
-        )
+        raise LaunchError(f"the cluster in {folder} is down: {otherwise}. Start it again with: rubato cluster start {folder}")
     return folder
 
 
@@ -273,9 +263,7 @@ async def _ask(folder: Path, request: Request[JobAccepted | JobRefused], timeout
         try:
             reply = await me.ref(SCHEDULER).ask(request, timeout=timeout)
         except AskFailed as error:
-            raise LaunchError(
-                f"the scheduler of {folder} did not answer: {error}. Ask again; nothing is done twice."
-            ) from error
+            raise LaunchError(f"the scheduler of {folder} did not answer: {error}. Ask again; nothing is done twice.") from error
     if isinstance(reply, JobRefused):
         raise LaunchError(reply.why)
     return reply

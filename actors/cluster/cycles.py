@@ -2,8 +2,8 @@
 
 from typing import NamedTuple
 
-from actors.cluster.permits import PermitEvent
-from planning.round_robin import StepTimes
+from rubato.actors.cluster.permits import PermitEvent
+from rubato.planning.round_robin import StepTimes
 
 
 class Cycle(NamedTuple):
@@ -44,7 +44,7 @@ class _Open:
 class Cycles:
     """Makes cycles of events, which come in order for each pool, and nearly so between them.
 
-    `rollout` names the pools in which jobs generate. A cycle that began before `since_s` is not told: nobody looked then, or the
+    `rollout` names the pools in which jobs generate. A cycle that began before `since_s` is left out: its beginning was not seen, or the
     cluster was away.
     """
 

@@ -1,4 +1,4 @@
-"""`python -m actors.cluster.job FOLDER [override …]`: one life of a job of a cluster, launched or gone on with.
+"""`python -m rubato.actors.cluster.job FOLDER [override …]`: one life of a job of a cluster, launched or gone on with.
 
 It outlives the scheduler that started it, and says in a file how it ended, for whichever scheduler is there then. The lock that it
 inherits is held until it is gone; what it started dies with it.
@@ -8,8 +8,8 @@ import os
 import sys
 from pathlib import Path
 
-from runtime.cli import main
-from runtime.launch.folder import is_held
+from rubato.runtime.cli import main
+from rubato.runtime.launch.folder import is_held
 
 
 def files(folder: Path) -> "JobFiles":
@@ -53,7 +53,7 @@ class JobFiles:
 def run(folder: Path, overrides: list[str]) -> int:
     """Its exit code, which is on record then."""
     kept = files(folder)
-    kept.lock.write_text(str(os.getpid()))  # also where whoever started it was killed before it could
+    kept.lock.write_text(str(os.getpid()))  # also where its starter was killed before it could
     resumed = (folder / "config.yaml").exists() and not is_held(folder)
     what = ["--resume", str(folder)] if resumed else [str(kept.config), "--run-dir", str(folder)]
     code = int(main(["launch", *what, *overrides]))

@@ -8,13 +8,13 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
-from actors.plugins import lease_path
-from runtime.importer import load_configured
+from rubato.actors.plugins import lease_path
+from rubato.runtime.importer import load_configured
 
 if TYPE_CHECKING:
     from asyncio import Event
 
-    from runtime.actor import Actor
+    from rubato.runtime.actor import Actor
 
 ResultT = TypeVar("ResultT")
 
@@ -31,7 +31,7 @@ class GivenUpMidway(GivenUp):
 
 
 class Rests(Protocol):
-    """What lies on the hardware and can leave it, such as a TrainEngine. The calls block."""
+    """Occupant of the hardware that can leave it, such as a TrainEngine. The calls block."""
 
     def sleep(self) -> None: ...
 
@@ -57,7 +57,7 @@ class Held:
 
     @property
     def figures(self) -> Mapping[str, float]:
-        """What a step that was computed under it has in its row of metrics.jsonl."""
+        """Metrics of the lease, for the row of a step that was computed under it."""
         return {}
 
     async def compute(self, call: Callable[..., ResultT], *args: Any) -> ResultT:
@@ -112,7 +112,7 @@ def lease_of(actor: "Actor") -> ComputeLease:
 
 
 def finished(parts: Generator[None, None, ResultT]) -> ResultT:
-    """What comes of `parts`, without a stop."""
+    """Result of `parts`, run without a stop."""
     while (result := advance(parts)) is None:
         pass
     return result

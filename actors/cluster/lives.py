@@ -12,8 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from actors.cluster.job import JobFiles
-from runtime.launch.children import last_line
+from rubato.actors.cluster.job import JobFiles
+from rubato.runtime.launch.children import last_line
 
 
 class JobLife:
@@ -31,7 +31,7 @@ class JobLife:
             kept.ended.unlink(missing_ok=True)
             with kept.output.open("ab") as output, kept.errors.open("wb") as errors:
                 process = subprocess.Popen(
-                    [sys.executable, "-m", "actors.cluster.job", str(folder), *overrides],
+                    [sys.executable, "-m", "rubato.actors.cluster.job", str(folder), *overrides],
                     cwd=cwd, env={**os.environ, "PYTHONSAFEPATH": "1"}, stdin=subprocess.DEVNULL,
                     stdout=output, stderr=errors, start_new_session=True, pass_fds=[lock.fileno()],
                 )  # fmt: skip
@@ -60,7 +60,7 @@ class JobLife:
 
         def watch() -> None:
             wait_for_lock(self._kept.lock)
-            with suppress(RuntimeError):  # the loop is closed: nobody asks any more
+            with suppress(RuntimeError):  # the loop is closed: no caller is left
                 loop.call_soon_threadsafe(over.set)
 
         threading.Thread(target=watch, name=f"ended.{self._kept.name}", daemon=True).start()
@@ -82,7 +82,7 @@ class JobLife:
 
 
 def wait_for_lock(path: Path) -> None:
-    """Block until nobody holds the lock at `path`."""
+    """Block until the lock at `path` is free."""
     with path.open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_SH)
 

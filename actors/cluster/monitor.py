@@ -8,8 +8,8 @@ from pathlib import Path
 
 import msgspec
 
-from actors.cluster.board import ClusterBoard, read_board
-from runtime.errors import ExitCode, RubatoError
+from rubato.actors.cluster.board import ClusterBoard, read_board
+from rubato.runtime.errors import ExitCode, RubatoError
 
 EVERY_S = 1.0
 

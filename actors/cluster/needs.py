@@ -4,14 +4,14 @@ import math
 from pathlib import Path
 from typing import Any
 
-from actors import catalog
-from actors.checkpoints.model_folder import num_parameters
-from actors.cluster.pools import SchedulerSection
-from actors.messages.cluster import JobNeeds
-from planning.roofline import Roofline
-from runtime.config import ActorSpec, Config
-from runtime.config.sections import DEVICES
-from runtime.config.yaml_core import dump_yaml, read_yaml
+from rubato.actors import catalog
+from rubato.actors.checkpoints.model_folder import num_parameters
+from rubato.actors.cluster.pools import SchedulerSection
+from rubato.actors.messages.cluster import JobNeeds
+from rubato.planning.roofline import Roofline
+from rubato.runtime.config import ActorSpec, Config
+from rubato.runtime.config.sections import DEVICES
+from rubato.runtime.config.yaml_core import dump_yaml, read_yaml
 
 ENGINE, TRAINER = "engine", "trainer"
 """Roles that compute on the rollout pool and on the training pool."""
@@ -63,8 +63,7 @@ def _tokens(job: Config) -> list[int]:
     tasks: dict[str, Any] = dict(job.section("tasks")) if job.has("tasks") else {}
     return [
         min(
-            (getattr(each, "max_turns", None) or rollout.max_turns)
-            * (getattr(each, "max_new_tokens", None) or rollout.max_new_tokens),
+            (getattr(each, "max_turns", None) or rollout.max_turns) * (getattr(each, "max_new_tokens", None) or rollout.max_new_tokens),
             rollout.max_len,
         )
         for each in (tasks.values() or [rollout])
@@ -74,9 +73,9 @@ def _tokens(job: Config) -> list[int]:
 def _step_s(engine: Any, batch: int, tokens: int) -> float:
     """One token for each of `batch` requests."""
     if engine.pace is not None:
-        return engine.pace.scale * Roofline(
-            catalog.deployed(engine.pace.hardware, engine.pace.model, engine.pace.degree)
-        ).step_s(batch, batch * tokens / 2)
+        return engine.pace.scale * Roofline(catalog.deployed(engine.pace.hardware, engine.pace.model, engine.pace.degree)).step_s(
+            batch, batch * tokens / 2
+        )
     return engine.scripted.token_s if engine.kind == "scripted" else 0.0
 
 
@@ -115,7 +114,4 @@ def overrides(config: str, section: SchedulerSection, node: int, group: int) -> 
 
 def _roles(section: SchedulerSection, node: int = 0, group: int = 0) -> list[tuple[str, str, str]]:
     """Role, the name of its pool where it had none, and the GPUs that it has there."""
-    return [
-        (ENGINE, "rollout", section.rollout.devices_of(node)),
-        (TRAINER, "training", section.training.devices_of(group)),
-    ]
+    return [(ENGINE, "rollout", section.rollout.devices_of(node)), (TRAINER, "training", section.training.devices_of(group))]

@@ -1,7 +1,7 @@
 """Permits: the right of one job to compute on one pool in one phase, kept in the Store of the cluster that jobs share.
 
 A permit is a lease. Its holder renews it; one that is killed or stands still loses it, and the next in line has it under a higher epoch.
-The holder knows by its own clock, without asking anybody, when it can no longer be sure: a process that was stopped and goes on
+The holder knows by its own clock, without a message, when it can no longer be sure: a process that was stopped and goes on
 computes nothing more. All that a pool's permit is lies in one record, changed by compare-and-set.
 """
 
@@ -18,15 +18,14 @@ from typing import Literal, Self, TypeVar
 
 import msgspec
 
-from actors.cluster.pools import check_pool
-from actors.config import ClusterSection
-from planning.permits import PermitLine, Stand, granted, joined, kept, narrowed
-from runtime.errors import ConfigError, LaunchError, RubatoError
-from runtime.launch.shared import open_shared
-from runtime.observe.figures import CLUSTER_STORE, OTHER_JOB
-from runtime.observe.trace import wall_s
-from runtime.store.errors import Fenced, Forgotten, StoreUnavailable
-from runtime.store.store import Append, Fence, Store, WriteNumber
+from rubato.actors.cluster.pools import check_pool
+from rubato.actors.config import ClusterSection
+from rubato.planning.permits import PermitLine, Stand, granted, joined, kept, narrowed
+from rubato.runtime.errors import ConfigError, LaunchError, RubatoError
+from rubato.runtime.launch.shared import open_shared
+from rubato.runtime.observe.figures import CLUSTER_STORE, OTHER_JOB
+from rubato.runtime.observe.trace import wall_s
+from rubato.runtime.store.store import Append, Fence, Fenced, Forgotten, Store, StoreUnavailable, WriteNumber
 
 TTL_S = 6.0
 """A killed holder's pool is free after this long. Longer than a collection, a slow disk or a Redis that is started again."""
@@ -44,7 +43,7 @@ ResultT = TypeVar("ResultT")
 
 
 class PermitLost(RubatoError):
-    """The permit lapsed, or somebody else has it: what its holder computes must not count, and it has to stop."""
+    """The permit lapsed, or another job has it: what its holder computes must not count, and it has to stop."""
 
 
 class PermitEvent(msgspec.Struct, frozen=True):
@@ -74,7 +73,7 @@ class Grant:
 
     @property
     def is_held(self) -> bool:
-        """For certain: False from the moment on at which somebody else may hold it. Needs no Store."""
+        """For certain: False from the moment on at which another job may hold it. Needs no Store."""
         if asyncio.get_running_loop().time() >= self.until:
             self.lost.set()
         return not self.lost.is_set()
@@ -99,9 +98,7 @@ class Permits:
     async def lines(self) -> dict[str, PermitLine]:
         """Holder and queue of every pool, by name."""
         found = await self._store.scan(LINES)
-        return {
-            key.rpartition("/")[2]: msgspec.msgpack.decode(value, type=_Record).line for key, value in found.items()
-        }
+        return {key.rpartition("/")[2]: msgspec.msgpack.decode(value, type=_Record).line for key, value in found.items()}
 
     async def events(self, pool: str, after: int = 0, *, wait_s: float = 0.0) -> list[tuple[int, PermitEvent]]:
         """What happened to the line of `pool` after index `after`, oldest first; with nothing, waits up to `wait_s` for it."""
@@ -141,7 +138,7 @@ class Permits:
             raise raised
 
     async def narrow(self, grant: Grant, places: Iterable[int]) -> bool:
-        """Keep only `places` of the pool: the next in line has the others. False, and no change, while somebody else has a tail there."""
+        """Keep only `places` of the pool: the next in line has the others. False, and no change, while another job has a tail there."""
         record = await self._change(grant.pool, lambda line: narrowed(line, grant.ticket, places))
         return record.line.tail is not None and record.line.tail.ticket == grant.ticket
 
@@ -229,7 +226,7 @@ class Permits:
                 await self._change(pool, lambda line: kept(line, line.tickets - {stand.ticket}))
 
     async def _change(self, pool: str, change: Callable[[PermitLine], PermitLine]) -> _Record:
-        """Let go who is dead, make the change, and serve who is first; tried again where somebody else was quicker."""
+        """Drop dead holders, make the change, and serve the first in line; tried again where another writer was quicker."""
         key, fence = LINES + pool, f"permits/{pool}"
         while True:
             before = await self._store.fenced(fence)
@@ -377,6 +374,4 @@ class Phase(ContextDecorator):
         self._phases.loop.call_soon_threadsafe(self._over.set)
         self._held.result()
         if lost and error is None:
-            raise PermitLost(
-                f"the permit of {self._grant.pool} was lost within the phase {self._name}: do that phase again."
-            )
+            raise PermitLost(f"the permit of {self._grant.pool} was lost within the phase {self._name}: do that phase again.")

@@ -6,12 +6,12 @@ from typing import Any, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from actors import catalog
-from actors.cluster.lease import ROLLOUT, TRAINING
-from actors.config import ClusterSection
-from planning.coexecution import NodePool, SharedCluster
-from runtime.config import Section
-from runtime.errors import ConfigError
+from rubato.actors import catalog
+from rubato.actors.cluster.lease import ROLLOUT, TRAINING
+from rubato.actors.config import ClusterSection
+from rubato.planning.coexecution import NodePool, SharedCluster
+from rubato.runtime.config import Section
+from rubato.runtime.errors import ConfigError
 
 GB = 1e9
 
@@ -47,9 +47,7 @@ class ClusterPoolSection(Section):
     @model_validator(mode="after")
     def _has_a_device_for_each(self) -> Self:
         if self.devices and len(self.devices) != self.nodes * self.gpus:
-            raise ValueError(
-                f"devices names {len(self.devices)}, and {self.nodes} nodes of {self.gpus} GPUs have {self.nodes * self.gpus}"
-            )
+            raise ValueError(f"devices names {len(self.devices)}, and {self.nodes} nodes of {self.gpus} GPUs have {self.nodes * self.gpus}")
         return self
 
     @property
@@ -97,8 +95,8 @@ def training_pool(group: int) -> str:
 
 def pools_of(cluster: Path) -> tuple[str, ...]:
     """Names of the pools that the cluster in this folder has. Empty without a scheduler: there a pool is whatever is asked for."""
-    from runtime.config.variables import fill_tree
-    from runtime.monitor.source import read_config  # YAML, which engines and trainers do without
+    from rubato.runtime.config.source import fill_tree
+    from rubato.runtime.monitor.source import read_config  # YAML, which engines and trainers do without
 
     section = fill_tree(read_config(cluster / "config.yaml").get("scheduler"), "scheduler")[0]
     if not isinstance(section, dict):
@@ -109,13 +107,11 @@ def pools_of(cluster: Path) -> tuple[str, ...]:
 
 
 def check_pool(cluster: Path, pool: str, whose: str) -> None:
-    """Raises ConfigError, one sentence, where the cluster has no `pool`: nobody else would ever wait for it."""
+    """Raises ConfigError, one sentence, where the cluster has no `pool`: no other job would ever wait for it."""
     known = pools_of(cluster)
     if known and pool not in known:
         near = difflib.get_close_matches(pool, known, n=1, cutoff=0.0)
-        raise ConfigError(
-            f"{whose}={pool}: the cluster in {cluster} has no such pool. Did you mean {near[0]}? It has {', '.join(known)}."
-        )
+        raise ConfigError(f"{whose}={pool}: the cluster in {cluster} has no such pool. Did you mean {near[0]}? It has {', '.join(known)}.")
 
 
 def check_pools(config: Any) -> None:

@@ -10,32 +10,32 @@ from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mappi
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from actors import plugins
-from actors.cluster.lease import ROLLOUT, TRAINING, WEIGHT_SYNC, GivenUp, GivenUpMidway, Held, Rests, advance
-from actors.cluster.permits import Grant, PermitLost, Permits, permits_of
-from actors.config import ClusterSection, engine_specs
-from actors.engines.engine import SLEEP, Engine, EngineError, require
-from actors.envs.hooks import RolloutHook
-from actors.messages.cluster import Generating
-from actors.messages.engines import GENERATION, SleepEngine, WakeEngine
-from actors.messages.generation import Generate, NotItsTurn
-from actors.messages.moves import Move
-from actors.moves.orders import Orders
-from actors.proxy.hooks import ProxyHook
-from bus.errors import AskFailed
-from bus.message import Ack
-from planning.consolidation import consolidate, is_tail
-from planning.engine_info import EngineInfo
-from runtime.actor import Actor, handler
-from runtime.config import Config as Job
-from runtime.registry import ActorRecord
-from runtime.store.errors import StoreUnavailable
+from rubato.actors import plugins
+from rubato.actors.cluster.lease import ROLLOUT, TRAINING, WEIGHT_SYNC, GivenUp, GivenUpMidway, Held, Rests, advance
+from rubato.actors.cluster.permits import Grant, PermitLost, Permits, permits_of
+from rubato.actors.config import ClusterSection, engine_specs
+from rubato.actors.engines.engine import SLEEP, Engine, EngineError, require
+from rubato.actors.envs.rollout import RolloutHook
+from rubato.actors.messages.cluster import Generating
+from rubato.actors.messages.engines import SleepEngine, WakeEngine
+from rubato.actors.messages.generation import GENERATION, Generate, NotItsTurn
+from rubato.actors.messages.moves import Move
+from rubato.actors.moves.orders import Orders
+from rubato.actors.proxy.picker import ProxyHook
+from rubato.bus.errors import AskFailed
+from rubato.bus.message import Ack
+from rubato.planning.consolidation import consolidate, is_tail
+from rubato.planning.engine_info import EngineInfo
+from rubato.runtime.actor import Actor, handler
+from rubato.runtime.config import Config as Job
+from rubato.runtime.registry import ActorRecord
+from rubato.runtime.store.store import StoreUnavailable
 
 if TYPE_CHECKING:
-    from actors.engines.worker import EngineWorker
-    from actors.envs.rollout import Rollout
-    from actors.proxy.placement import ProxyRequest
-    from actors.proxy.proxy import LLMProxy
+    from rubato.actors.engines.worker import EngineWorker
+    from rubato.actors.envs.rollout import Rollout
+    from rubato.actors.proxy.placement import ProxyRequest
+    from rubato.actors.proxy.proxy import LLMProxy
 
 ResultT = TypeVar("ResultT")
 
@@ -204,9 +204,7 @@ def check_cluster(job: Job) -> None:
     if not job.section("cluster").dir:
         return
     if (num := job.actors["llm_proxy"].count) > 1:
-        raise ValueError(
-            f"actors.llm_proxy.count is {num}; with cluster.dir it must be 1: the proxy holds the permit of the job"
-        )
+        raise ValueError(f"actors.llm_proxy.count is {num}; with cluster.dir it must be 1: the proxy holds the permit of the job")
     if len(roles := engine_specs(job)) > 1:
         raise ValueError(
             f"actors has engines under {' and '.join(sorted(roles))}; with cluster.dir one role may have engines, whose places on the pool "
@@ -217,11 +215,9 @@ def check_cluster(job: Job) -> None:
             "cluster.dir shares pools by phases, but with staleness.alpha above 0 rollouts never pause: set staleness.alpha=0, or leave "
             "cluster.dir out"
         )
-    if job.has("engine") and job.section("engine").kind == "vllm":
-        raise ValueError(
-            "cluster.dir has engines sleep between the job's turns, for which engine.kind=vllm starts anew each time: set engine.kind=torch, or leave "
-            "cluster.dir out"
-        )
+    if job.has("engine") and (kind := job.section("engine").kind) in ("vllm", "vllm_server"):
+        how = "for which engine.kind=vllm starts anew each time" if kind == "vllm" else f"which engine.kind={kind} can't"
+        raise ValueError(f"cluster.dir has engines sleep between the job's turns, {how}: set engine.kind=torch, or leave cluster.dir out")
 
 
 class RolloutPermit(ProxyHook):
@@ -262,7 +258,7 @@ class RolloutPermit(ProxyHook):
         self._changed.set()
 
     def engine_changed(self, info: EngineInfo) -> None:
-        """One that sleeps, whoever told it to, lost sight of the permit: it is woken again while the permit is held."""
+        """An engine that sleeps, on whatever order, lost sight of the permit: it is woken again while the permit is held."""
         if info.asleep and self._awake.pop(info.name, None) is not None:
             self._changed.set()
 
@@ -329,9 +325,7 @@ class RolloutPermit(ProxyHook):
         seats = [seat for name, seat in self._placement.seats.items() if name in self._awake]
         if len(seats) < 2:
             return
-        plan = consolidate(
-            {seat.name: list(seat.requests) for seat in seats}, min(seat.info.num_slots for seat in seats)
-        )
+        plan = consolidate({seat.name: list(seat.requests) for seat in seats}, min(seat.info.num_slots for seat in seats))
         if len(plan.kept) == len(seats):
             return
         others = [seat for seat in seats if seat.name not in plan.kept]
@@ -394,7 +388,7 @@ class RolloutPermit(ProxyHook):
 
 
 class PermittedOrders(Orders):
-    """The proxy holds the permit; this follows it. An engine whose permit is lost goes to sleep by itself, whoever has it told to wake."""
+    """Orders of an engine in a shared pool. The proxy holds the permit; an engine that loses it falls asleep by itself."""
 
     def __init__(self, worker: "EngineWorker") -> None:
         super().__init__(worker)
@@ -408,7 +402,7 @@ class PermittedOrders(Orders):
         await engine.sleep()
 
     async def _wake(self, engine: Engine, epoch: int) -> float:
-        """Raises EngineError where `epoch` does not hold the pool, or nobody knows: it is an order of a permit that is over."""
+        """Raises EngineError where the permit `epoch` is over, or the Store does not say whether it is."""
         pool = self._lease.section.rollout_pool
         try:
             grant = await self._lease.permits.follow(pool, epoch, self._place)

@@ -11,24 +11,23 @@ from typing import ClassVar
 
 import msgspec
 
-from actors.cluster.book import Book, JobRecord, Spot
-from actors.cluster.cycles import Cycle, Cycles
-from actors.cluster.job import files
-from actors.cluster.lives import JobLife, opened
-from actors.cluster.needs import overrides, prepared
-from actors.cluster.permits import Permits
-from actors.cluster.pools import SchedulerSection, rollout_pool, training_pool
-from actors.cluster.token import read_token
-from actors.messages.cluster import CancelJob, JobAccepted, JobRefused, StopJobs, SubmitJob
-from runtime.actor import Actor, handler
-from runtime.config import ActorConfig
-from runtime.errors import ExitCode
-from runtime.launch.shared import open_shared
-from runtime.monitor.source import RowTail
-from runtime.observe.trace import wall_s
-from runtime.store.errors import StoreUnavailable
-from runtime.store.redis import RedisStore
-from runtime.store.store import Fence
+from rubato.actors.cluster.book import Book, JobRecord, Spot
+from rubato.actors.cluster.cycles import Cycle, Cycles
+from rubato.actors.cluster.job import files
+from rubato.actors.cluster.lives import JobLife, opened
+from rubato.actors.cluster.needs import overrides, prepared
+from rubato.actors.cluster.permits import Permits
+from rubato.actors.cluster.pools import SchedulerSection, rollout_pool, training_pool
+from rubato.actors.cluster.token import read_token
+from rubato.actors.messages.cluster import CancelJob, JobAccepted, JobRefused, StopJobs, SubmitJob
+from rubato.runtime.actor import Actor, handler
+from rubato.runtime.config import ActorConfig
+from rubato.runtime.errors import ExitCode
+from rubato.runtime.launch.shared import open_shared
+from rubato.runtime.monitor.source import RowTail
+from rubato.runtime.observe.trace import wall_s
+from rubato.runtime.store.redis import RedisStore
+from rubato.runtime.store.store import Fence, StoreUnavailable
 
 Reply = JobAccepted | JobRefused
 MAX_CONFIG_BYTES = 1 << 20
@@ -102,9 +101,7 @@ class ClusterScheduler(Actor):
         if not self._is_user(request.token):
             return JobRefused(WRONG_TOKEN)
         if record is None:
-            return JobRefused(
-                f"{request.name} is no job of this cluster. Its jobs: {', '.join(self._book.jobs) or 'none'}."
-            )
+            return JobRefused(f"{request.name} is no job of this cluster. Its jobs: {', '.join(self._book.jobs) or 'none'}.")
         if record.over:
             return JobRefused(f"{request.name} is over already: {record.why}.")
         if record.state == "queued":
@@ -192,7 +189,7 @@ class ClusterScheduler(Actor):
         life = JobLife.found(folder, files(folder))
         if life is None:
             gone = JobLife(folder, files(folder))
-            if record.state == "running":  # it ended while there was no scheduler: whoever stopped it did not cancel it
+            if record.state == "running":  # it ended while there was no scheduler: stopped, not cancelled
                 self._book.jobs[record.name] = msgspec.structs.replace(record, state="leaving")
             await self._ended(record.name, await gone.ended(), gone.last_words())
             return
@@ -201,7 +198,7 @@ class ClusterScheduler(Actor):
 
     def _follow(self, name: str, life: JobLife) -> None:
         self._lives[name] = life
-        if self._book.jobs[name].state != "running":  # it was to leave, and nobody was there to tell it
+        if self._book.jobs[name].state != "running":  # it was to leave, and no scheduler was there to stop it
             life.stop()
         self.spawn(self._until_ended(name, life), name=f"scheduler.job.{name}")
 
@@ -281,7 +278,7 @@ class ClusterScheduler(Actor):
     async def _record(self, job: JobRecord) -> None:
         """What is decided from here on goes by it; it is durable once this returns."""
         self._book.jobs[job.name] = job
-        async with self._writing:  # the newest, whoever is first
+        async with self._writing:  # the newest, in whatever order writers come
             await self._write(self._book.jobs[job.name])
 
     async def _write(self, job: JobRecord) -> None:

@@ -4,7 +4,7 @@ import os
 import secrets
 from pathlib import Path
 
-from runtime.errors import LaunchError
+from rubato.runtime.errors import LaunchError
 
 FILE = "token"
 
@@ -26,9 +26,7 @@ def read_token(folder: Path) -> str:
         mode = path.stat().st_mode
         token = path.read_text().strip()
     except OSError as error:
-        raise LaunchError(
-            f"{path} can't be read: {error.strerror}. A cluster's jobs are submitted by who has its token."
-        ) from None
+        raise LaunchError(f"{path} can't be read: {error.strerror}. A cluster's jobs are submitted by who has its token.") from None
     if mode & 0o077:
         raise LaunchError(f"{path} may be read by others (mode {mode & 0o777:o}). Close it with: chmod 600 {path}")
     if not token:

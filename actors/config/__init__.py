@@ -8,31 +8,47 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, cast
 from urllib.parse import urlsplit
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    Field,
-    PlainValidator,
-    StrictInt,
-    StrictStr,
-    field_validator,
-    model_validator,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, StrictInt, StrictStr, field_validator, model_validator
 
-from actors.messages.engines import GENERATION
-from bus.address import host_port
-from bus.errors import BadAddress
-from runtime.config import ActorConfig, ActorSpec, Config, Section
+from rubato.actors.messages.generation import GENERATION
+from rubato.bus.address import host_port
+from rubato.bus.errors import BadAddress
+from rubato.runtime.config import ActorConfig, ActorSpec, Config, Section
 
 CUDA = re.compile(r"^cuda:(0|[1-9]\d{0,2})$")
 """A GPU by its place among those that a process sees."""
+
+NAME = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95})(?:@([^\s@:]{1,200}))?")
+COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+class HubName(NamedTuple):
+    """What a repository is called at a hub, and a branch, a tag or a commit of it; an empty one is its main branch."""
+
+    repo: str
+    revision: str = ""
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether it names one commit, which never changes."""
+        return COMMIT.fullmatch(self.revision) is not None
+
+    def __str__(self) -> str:
+        return f"{self.repo}@{self.revision}" if self.revision else self.repo
+
+
+def name_of(text: str) -> HubName | None:
+    """`owner/name` or `owner/name@revision`; None for what has another form."""
+    found = NAME.fullmatch(text)
+    return HubName(found[1], found[2] or "") if found else None
 
 
 class ModelSection(Section):
     """The policy model, in HF format."""
 
     path: Annotated[str, AfterValidator(os.path.expanduser)] = ""
-    """Folder with config.json, *.safetensors and tokenizer.json; relative paths start at the run folder, ~ is your home."""
+    """Folder with config.json, *.safetensors and tokenizer.json; relative paths start at the run folder, ~ is your home. Or its name at
+    the hub, Qwen/Qwen3-8B or Qwen/Qwen3-8B@REVISION: see docs/running.md."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute type of engines, in which weights reach them, and of the trainer where `train.dtype` says no other."""
     device: Annotated[str, AfterValidator(lambda given: _device(given))] = "auto"
@@ -83,9 +99,7 @@ class StalenessSection(Section):
         for name in ("alpha_min", "alpha_max"):
             given = getattr(self, name)
             if self.alpha != "auto" and given != fields[name].default:
-                raise ValueError(
-                    f"{name}={given} bounds an alpha that moves, but alpha={self.alpha}. Set alpha=auto, or leave it out"
-                )
+                raise ValueError(f"{name}={given} bounds an alpha that moves, but alpha={self.alpha}. Set alpha=auto, or leave it out")
         return self
 
     @property
@@ -120,12 +134,12 @@ class Loss(NamedTuple):
 
 
 LOSSES: Mapping[str, Loss] = {
-    "grpo": Loss("actors.training.losses:clipped_loss", 0.2, 0.2, "trajectories"),
-    "dr_grpo": Loss("actors.training.losses:clipped_loss", 0.2, 0.2, "budget"),
-    "dapo": Loss("actors.training.losses:clipped_loss", 0.2, 0.28),
-    "gspo": Loss("actors.training.losses:gspo_loss", 3e-4, 4e-4, "trajectories"),
-    "cispo": Loss("actors.training.losses:cispo_loss", 1.0, 0.28),
-    "ppo": Loss("actors.training.losses:dual_clipped_loss", 0.2, 0.2),
+    "grpo": Loss("rubato.actors.training.losses:clipped_loss", 0.2, 0.2, "trajectories"),
+    "dr_grpo": Loss("rubato.actors.training.losses:clipped_loss", 0.2, 0.2, "budget"),
+    "dapo": Loss("rubato.actors.training.losses:clipped_loss", 0.2, 0.28),
+    "gspo": Loss("rubato.actors.training.variants:gspo_loss", 3e-4, 4e-4, "trajectories"),
+    "cispo": Loss("rubato.actors.training.variants:cispo_loss", 1.0, 0.28),
+    "ppo": Loss("rubato.actors.training.variants:dual_clipped_loss", 0.2, 0.2),
 }
 """Those that are built in. CISPO bounds weights from above alone: 1 leaves the lower side open."""
 
@@ -151,15 +165,51 @@ def _loss(value: str) -> str:
 class ImportanceSection(Section):
     """How samples that older weights made are weighed: by the policy's probability over that of the one that sampled."""
 
-    mode: Annotated[
-        Literal["auto", "off", "truncate", "mask"], BeforeValidator(lambda given: "off" if given is False else given)
-    ] = "auto"
+    mode: Annotated[Literal["auto", "off", "truncate", "mask"], BeforeValidator(lambda given: "off" if given is False else given)] = "auto"
     """truncate: weights end at `cap`; mask: what weighs more is left out; off: no bound; auto: truncate where staleness.alpha is above 0,
     but off for a loss of one's own around the policy that sampled, whose proximal_N it would move."""
     level: Literal["token", "sequence"] = "token"
     """sequence: the weight of all its sampled tokens together, for each of them; wants proximal=recomputed."""
     cap: float = Field(default=2.0, ge=1)
     """Largest weight."""
+
+
+class MeshSection(Section):
+    """Ranks: processes that hold the model together and train it as one. See docs/ranks.md."""
+
+    replicate: int = Field(default=1, ge=1, le=1024)
+    """Copies of the model, each in shares over `shard` ranks."""
+    shard: int = Field(default=1, ge=1, le=1024)
+    """Ranks over which each copy's weights, gradients and optimiser states are shared out. With 1 copy of 1 rank the trainer's own process trains."""
+    offload: bool = False
+    """Shares lie in host memory, and come to the device layer by layer: for models whose optimiser states it has no room for."""
+
+    @property
+    def size(self) -> int:
+        """Ranks in all."""
+        return self.replicate * self.shard
+
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""The matrices of a decoder's layer, as its modules are called."""
+
+
+class LoraSection(Section):
+    """An adapter of low rank, which alone is trained, published and saved: the model under it stays as it is. See docs/adapters.md."""
+
+    rank: int = Field(default=16, ge=1, le=512)
+    """Of the two matrices whose product is added to each target."""
+    alpha: float = Field(default=32.0, gt=0)
+    """What they add is multiplied by alpha over rank."""
+    targets: Annotated[
+        tuple[str, ...], BeforeValidator(lambda given: (given,) if isinstance(given, str) else given), Field(min_length=1)
+    ] = PROJECTIONS
+    """Modules that get them, by the end of their name, such as q_proj, or layers.0.mlp.up_proj for one alone."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Share of a target's inputs that the adapter is not shown in training."""
+    start: Annotated[str, AfterValidator(os.path.expanduser)] = ""
+    """Folder of an adapter in peft's format to begin with, of this rank and these targets; relative paths start at the run folder. Empty:
+    one that adds nothing yet."""
 
 
 class TrainSection(Section):
@@ -210,6 +260,8 @@ class TrainSection(Section):
     """Weight of the divergence from the reference model."""
     reference: Annotated[str, AfterValidator(os.path.expanduser)] = ""
     """Folder of the reference model, read like model.path; empty takes the base model."""
+    router_aux_coef: float = Field(default=0.001, ge=0)
+    """Weight of the loss that keeps the experts of a model in balance; without effect on a model without experts."""
     dynamic_sampling: bool = False
     """Groups without reward spread end as `filtered`, and others take their place in the batch."""
     overlong: Literal["keep", "mask", "penalty"] = "keep"
@@ -219,7 +271,7 @@ class TrainSection(Section):
     minibatches: int = Field(default=2, ge=1)
     """Optimiser updates per step, where every group has reward spread; fewer of the same size where not."""
     micro_batch_tokens: int = Field(default=8192, ge=1)
-    """Padded tokens of one forward and backward pass: bounds the trainer's memory."""
+    """Tokens of one forward and backward pass, of whole sequences side by side: bounds the trainer's memory."""
     dtype: Literal["model", "float32", "bfloat16"] = "model"
     """Compute type of the trainer; model: that of the engines, `model.dtype`."""
     master_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -227,6 +279,11 @@ class TrainSection(Section):
     In bfloat16 a step below 1/256 of a weight is lost: 8 bytes per parameter, where float32 takes 18."""
     gradient_checkpointing: bool = False
     """Keep no activations within layers and compute them again: a third more time, and memory for far longer micro-batches."""
+    lora: LoraSection | None = None
+    """Train an adapter in place of the model; kind torch alone."""
+    mesh: MeshSection = MeshSection()
+    rank_timeout_s: float = Field(default=60.0, gt=0)
+    """A rank that the others wait for longer, or that is not heard of, ends the term of all: they begin again with the newest checkpoint."""
 
     @property
     def has_model(self) -> bool:
@@ -249,6 +306,8 @@ class TrainSection(Section):
                 f"clip_low={self.clip_low:g} is above clip_high={self.clip_high:g}: the ratio stays within 1 - clip_low and "
                 "1 + clip_high, and the lower side may not be the wider one. Swap them"
             )
+        if self.lora is not None and self.kind != "torch":
+            raise ValueError(f"lora has no effect with kind={self.kind}, which has no model. Set train.kind=torch, or leave train.lora out")
         if self.reference and not self.kl_coef:
             raise ValueError(f"reference={self.reference} has no effect with kl_coef=0. Set train.kl_coef")
         if self.proximal == "behaviour" and self.importance.level == "sequence":
@@ -271,6 +330,7 @@ class TrainSection(Section):
                 "importance": self.importance.model_copy(update={"mode": mode}),
                 "proximal": proximal,
                 "reference": str(folder / self.reference) if self.reference else "",
+                "lora": self.lora and self.lora.model_copy(update={"start": str(folder / self.lora.start) if self.lora.start else ""}),
             }
         )
 
@@ -418,9 +478,7 @@ class SamplesSection(Section):
     No group waits for stragglers, which makes training see a selection of what is quick: see docs/samples.md."""
     unbounded_batches: int = Field(default=8, ge=1)
     """Batches' worth of groups that may be under way where `staleness.bounded` is false."""
-    policy: Annotated[
-        tuple[str, ...], BeforeValidator(lambda given: (given,) if isinstance(given, str) else given)
-    ] = ()
+    policy: Annotated[tuple[str, ...], BeforeValidator(lambda given: (given,) if isinstance(given, str) else given)] = ()
     """Classes that change how batches are made, package.module:Class or path/to/file.py:Class, each around the one before. See
     docs/samples.md. Empty: as `staleness`, `tail_batching` and `train.dynamic_sampling` say."""
     unsettled_mb: int = Field(default=256, ge=1)
@@ -574,9 +632,7 @@ class ClusterSection(Section):
     @model_validator(mode="after")
     def _one_lease(self) -> Self:
         if self.dir and self.lease:
-            raise ValueError(
-                f"dir names a cluster, whose permits are the lease, and lease names {self.lease}: leave one of the two out"
-            )
+            raise ValueError(f"dir names a cluster, whose permits are the lease, and lease names {self.lease}: leave one of the two out")
         return self
 
 

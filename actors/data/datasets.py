@@ -1,4 +1,4 @@
-"""Data sets: rows of a JSONL or Parquet file or of a folder that `datasets` saved, and in which order groups get them."""
+"""Data sets: rows of a JSONL or Parquet file, or of a folder that `datasets` saved or a hub brought, and in which order groups get them."""
 
 import hashlib
 import json
@@ -13,19 +13,18 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from actors.config import one_of
-from actors.data.tasks import EXTRA, OWN_COLUMNS, DataSection
-from bus.message import well_formed
-from planning.prompts import Epochs, shuffled
-from runtime.errors import ConfigError
-from runtime.importer import load_configured
+from rubato.actors import plugins
+from rubato.actors.config import one_of
+from rubato.actors.data.tasks import EXTRA, OWN_COLUMNS, SUFFIXES, DataSection
+from rubato.bus.message import well_formed
+from rubato.planning.prompts import Epochs, shuffled
+from rubato.runtime.errors import ConfigError
+from rubato.runtime.importer import load_configured
 
 Row = Mapping[str, Any]
 
 KEPT = 8
 """Files whose rows stay in memory, in each process that plays them."""
-
-SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
 
 UTF_8_MARK = b"\xef\xbb\xbf"
 """Some editors begin a file with it."""
@@ -35,7 +34,7 @@ HELD_OUT_SEED = 0
 
 
 class Split(NamedTuple):
-    """Row numbers of a data set: `train` in `path`, `held_out` in `eval_path`, or in `path` where there is none."""
+    """Row numbers of a data set: `train` in its `source`, `held_out` in its `eval_source`, or in `source` where there is none."""
 
     train: Sequence[int]
     held_out: Sequence[int]
@@ -43,13 +42,11 @@ class Split(NamedTuple):
 
 def split_of(data: DataSection) -> Split:
     """What is trained on, and what is held out; where nothing is, evaluations show rows that are trained on. Blocks; raises ConfigError."""
-    num = len(read_rows(data.path))
-    if data.eval_path:
-        return Split(range(num), range(len(read_rows(data.eval_path))))
+    num = len(read_rows(data.source))
+    if data.eval_source:
+        return Split(range(num), range(len(read_rows(data.eval_source))))
     if data.eval_rows >= num:
-        raise ConfigError(
-            f"data file {data.path} has {num} rows, and eval_rows={data.eval_rows} leaves none to train on."
-        )
+        raise ConfigError(f"data file {data.source} has {num} rows, and eval_rows={data.eval_rows} leaves none to train on.")
     drawn = shuffled(num, HELD_OUT_SEED, 0) if data.eval_rows else []
     held_out = drawn[: data.eval_rows]
     out = set(held_out)
@@ -64,7 +61,7 @@ class DataRows(NamedTuple):
     """Rows to train on, of which `epochs` are."""
     held_out: Sequence[int]
     digest: str
-    """Of the content of `path`; and of `eval_path`, empty where there is none."""
+    """Of the content of its `source`; and of its `eval_source`, empty where there is none."""
     held_out_digest: str
 
 
@@ -73,8 +70,8 @@ def data_rows(data: DataSection, seed: int) -> DataRows:
     split = split_of(data)
     epochs = epochs_of(data, split.train, seed)
     epochs.row(0)
-    held_out_digest = digest_of(data.eval_path) if data.eval_path else ""
-    return DataRows(epochs, len(split.train), split.held_out, digest_of(data.path), held_out_digest)
+    held_out_digest = digest_of(data.eval_source) if data.eval_source else ""
+    return DataRows(epochs, len(split.train), split.held_out, digest_of(data.source), held_out_digest)
 
 
 def epochs_of(data: DataSection, train: Sequence[int], seed: int) -> Epochs:
@@ -84,7 +81,7 @@ def epochs_of(data: DataSection, train: Sequence[int], seed: int) -> Epochs:
     """
     if not data.sampler:
         return Epochs(lambda epoch: [train[at] for at in shuffled(len(train), seed, epoch)])
-    rows = read_rows(data.path)
+    rows = read_rows(data.source)
     ask, places = load_configured(data.sampler), range(len(train))
 
     def order(epoch: int) -> Sequence[int]:
@@ -102,7 +99,7 @@ def epochs_of(data: DataSection, train: Sequence[int], seed: int) -> Epochs:
 
 def check_data(data: DataSection, key: str) -> None:
     """Raises ConfigError, one sentence, where rows or columns are missing or can't be read. Blocks: reads the files."""
-    for path in filter(None, (data.path, data.eval_path)):
+    for path in filter(None, (data.source, data.eval_source)):
         rows = read_rows(path)
         for name in (name for name in columns_of(path) if name in OWN_COLUMNS):
             raise ConfigError(
@@ -144,9 +141,11 @@ def _without(rows: Sequence[Row], column: str) -> int:
 @lru_cache(KEPT)
 def read_rows(path: str) -> Sequence[Row]:
     """All rows, at least one. Blocks; raises ConfigError, one sentence, with the line where one is malformed."""
-    place = Path(path)
+    place = place_of(path)
     if os.path.isdir(place):  # unlike Path.is_dir, it takes a name too long for an answer
         rows = _saved(place)
+    elif _is_of_a_hub(path):
+        raise ConfigError(f"data set {path} is not in {place.parent}: a launch fetches it (launch.names).")
     elif not os.path.isfile(place):
         raise ConfigError(f"data file {path} does not exist. Relative paths start at the working folder.")
     elif place.suffix == ".parquet":
@@ -163,10 +162,24 @@ def read_rows(path: str) -> Sequence[Row]:
     return rows
 
 
+def place_of(path: str) -> Path:
+    """Where rows lie: at `path`, or in the cache, where that is the text of a HubRows."""
+    return plugins.load(plugins.HUB_ROWS)(path) if _is_of_a_hub(path) else Path(path)
+
+
+def _is_of_a_hub(path: str) -> bool:
+    return ":" in path and not os.path.isabs(path)
+
+
+def is_awaited(path: str) -> bool:
+    """Whether its rows are at a hub, and not fetched yet. Blocks."""
+    return _is_of_a_hub(path) and not place_of(path).is_dir()
+
+
 @lru_cache(KEPT)
 def digest_of(path: str) -> str:
     """Of the content of a data file, or of all files of a folder that `datasets` saved. Blocks; raises ConfigError."""
-    place = Path(path)
+    place = place_of(path)
     try:
         files = [place]
         if place.is_dir():
@@ -252,7 +265,7 @@ def _table(path: Path) -> Sequence[Row]:
 
 
 def _saved(folder: Path) -> Sequence[Row]:
-    """What `Dataset.save_to_disk` writes: Arrow streams, named in state.json."""
+    """What `Dataset.save_to_disk` writes: Arrow streams, named in state.json. In a folder from a hub that names files of any form."""
     if (folder / "dataset_dict.json").is_file():
         try:
             splits = [str(split) for split in json.loads((folder / "dataset_dict.json").read_text())["splits"]]
@@ -262,15 +275,29 @@ def _saved(folder: Path) -> Sequence[Row]:
         raise ConfigError(f"data folder {folder} holds the splits {told}.")
     if not (folder / "state.json").is_file():
         raise ConfigError(f"data folder {folder} has no state.json: it is none that datasets saved. Name a file in it.")
+    try:
+        files = [folder / file["filename"] for file in json.loads((folder / "state.json").read_text())["_data_files"]]
+        forms = {file.suffix for file in files}
+        if forms and forms <= {*SUFFIXES} - {".parquet"}:
+            return [row for file in files for row in _lines(file)]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"data folder {folder} can't be read: {_first_line(error)}.") from error
     check_extra("pyarrow", f"data folder {folder} is of Arrow files, which")
     import pyarrow
 
     try:
-        named = json.loads((folder / "state.json").read_text())["_data_files"]
-        files = [pyarrow.memory_map(os.fspath(folder / file["filename"])) for file in named]
-        return _Rows(pyarrow.concat_tables([pyarrow.ipc.open_stream(file).read_all() for file in files]))
-    except (pyarrow.ArrowException, OSError, ValueError, KeyError) as error:
+        return _Rows(pyarrow.concat_tables([_arrow(file) for file in files]))
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
         raise ConfigError(f"data folder {folder} can't be read: {_first_line(error)}.") from error
+
+
+def _arrow(file: Path) -> Any:
+    import pyarrow
+    from pyarrow import parquet
+
+    if file.suffix == ".parquet":
+        return parquet.read_table(file)
+    return pyarrow.ipc.open_stream(pyarrow.memory_map(os.fspath(file))).read_all()
 
 
 def _first_line(error: Exception) -> str:

@@ -5,11 +5,11 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
 
-from actors.data.datasets import columns_of, read_rows
-from actors.data.tasks import GRADERS
-from actors.envs.environment import Observation, Step
-from runtime.importer import load_object
-from runtime.pool.worker import taken_by
+from rubato.actors.data.datasets import columns_of, read_rows
+from rubato.actors.data.tasks import GRADERS
+from rubato.actors.envs.environment import Observation, Step
+from rubato.runtime.importer import load_object
+from rubato.runtime.pool.values import taken_by
 
 
 class DataSetEnv:

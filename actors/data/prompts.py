@@ -6,10 +6,10 @@ from itertools import zip_longest
 
 import msgspec
 
-from actors import plugins
-from actors.data.tasks import TaskSection
-from planning.prompts import Epochs, next_task
-from runtime.errors import ConfigError
+from rubato.actors import plugins
+from rubato.actors.data.tasks import TaskSection
+from rubato.planning.prompts import Epochs, next_task
+from rubato.runtime.errors import ConfigError
 
 
 class TaskCursor(msgspec.Struct):
@@ -18,7 +18,7 @@ class TaskCursor(msgspec.Struct):
     given: int = 0
     """Groups of it so far."""
     owed: float = 0.0
-    """Of its share, in groups; see planning.prompts."""
+    """Of its share, in groups; see rubato.planning.prompts."""
     rows: int = 0
     """Rows that it had to train on; 0 where it has none of its own."""
     digest: str = ""
@@ -123,6 +123,4 @@ def _prompts_of(task: TaskSection, seed: int) -> Prompts:
         return Prompts(task.weight)
     rows = plugins.load(plugins.DATA_ROWS)(task.data, seed)
     data = task.data
-    return Prompts(
-        task.weight, rows.epochs, rows.held_out, rows.num, data.path, rows.digest, data.eval_path, rows.held_out_digest
-    )
+    return Prompts(task.weight, rows.epochs, rows.held_out, rows.num, data.source, rows.digest, data.eval_source, rows.held_out_digest)

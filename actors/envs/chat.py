@@ -14,22 +14,13 @@ from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from actors import plugins
-from actors.config import RolloutSection
-from actors.envs.environment import Observation
-from actors.envs.templates import (
-    MARKS,
-    PLAIN,
-    Forms,
-    RenderError,
-    compiled,
-    ids_in_configs,
-    read_tokenizer,
-    template_of,
-)
-from actors.messages.generation import Tokens, VersionSpan
-from actors.messages.samples import Segment
-from bus.message import well_formed
+from rubato.actors import plugins
+from rubato.actors.config import RolloutSection
+from rubato.actors.envs.environment import Observation
+from rubato.actors.envs.templates import MARKS, PLAIN, Forms, RenderError, compiled, ids_in_configs, read_tokenizer, template_of
+from rubato.actors.messages.generation import Tokens, VersionSpan
+from rubato.actors.messages.samples import Segment
+from rubato.bus.message import well_formed
 
 CACHED = 4096
 """Texts whose tokens are kept: environments repeat themselves, and tokenising is the dearest part of a turn."""
@@ -94,10 +85,7 @@ class TextTokenizer:
         """
         always = {*around, *self._special, *(token for token in self.eos if _is_mark(self._text_of(token)))}
         self._control = [*map(self._text_of, always | {*written})]
-        self._own, self._others = (
-            _spelling(map(self._text_of, always)),
-            _spelling(map(self._text_of, always | {*written})),
-        )
+        self._own, self._others = (_spelling(map(self._text_of, always)), _spelling(map(self._text_of, always | {*written})))
         unknown = {self._id_of("unk_token"), self.raw.token_to_id(getattr(self.raw.model, "unk_token", None) or "")}
         self._unwanted = (always | {*written}) - unknown if self._normalized & (always | {*written}) else set[int]()
 
@@ -131,11 +119,7 @@ class TextTokenizer:
         self.stop_ids = tuple(dict.fromkeys([*own, *ids]))
         self._dropped = frozenset(own) | (frozenset(ids) & self._special)
         if not self.eos and not stop:
-            hint = (
-                ""
-                if end_of_turn is None
-                else f", such as {self._text_of(end_of_turn)}, by which its chat template ends turns"
-            )
+            hint = "" if end_of_turn is None else f", such as {self._text_of(end_of_turn)}, by which its chat template ends turns"
             raise ValueError(
                 f"model folder {self._folder} names no end of turn: no eos_token in tokenizer_config.json or special_tokens_map.json, no "
                 f"eos_token_id in generation_config.json or config.json. Set rollout.stop to what ends one{hint}"
@@ -152,7 +136,7 @@ class TextTokenizer:
         return self._added.get(token) or self.raw.decode([token], skip_special_tokens=False)
 
     def _first_tokens(self, add_bos: bool | None) -> list[int]:
-        """What a sequence begins with, by the tokenizer's post-processor or by `add_bos_token`."""
+        """Tokens that a sequence begins with, by the tokenizer's post-processor or by `add_bos_token`."""
         if add_bos is not None:
             bos = self._id_of("bos_token") if add_bos else None
             return [] if bos is None else [bos]
@@ -173,9 +157,7 @@ class TextTokenizer:
         own = [(start, start + len(text)) for start, (text, is_own) in zip(starts, leaves, strict=False) if is_own]
         places = [found.start() for found in self._others.finditer(whole)]
         cuts = [at + 1 for at in places if not _within(at, own) or self._own.match(whole, at)]
-        texts = [
-            self._normal(_marked(text, at, cuts, mark), mark) for at, (text, _) in zip(starts, leaves, strict=False)
-        ]
+        texts = [self._normal(_marked(text, at, cuts, mark), mark) for at, (text, _) in zip(starts, leaves, strict=False)]
         return _rebuilt(messages, iter(texts), lambda text: self._others.sub(rf"\g<0>{mark}", text))
 
     def encode(self, text: str, mark: str = "") -> "array[int]":
@@ -213,7 +195,7 @@ class TextTokenizer:
         return ids[len(before) :] if ids[: len(before)] == before else self._ids(piece)
 
     def _find_anchor(self) -> str:
-        """What to tokenise before such a piece, and to leave out of its ids."""
+        """Text to tokenise before such a piece, and to leave out of its ids."""
         marks = [text for token, text in self._added.items() if token in self._special][:1]
         for self._anchor in ("", *marks, *(mark + "\n" for mark in marks), "\n"):
             if self.raw.decode(self._ids("x") + self._continued("x"), skip_special_tokens=False) == "xx":
@@ -318,9 +300,7 @@ class ChatRenderer:
         self._require_shown(messages, mark, shown)
         _, found, rest = text.rpartition(said)
         if not found:
-            raise RenderError(
-                f"the chat template of {self._folder} leaves out assistant turns, so a second turn can't be made"
-            )
+            raise RenderError(f"the chat template of {self._folder} leaves out assistant turns, so a second turn can't be made")
         ids = self._tokenizer.encode(rest, mark)
         return ids[_after(stop_token, ids) :].tobytes()
 
@@ -334,9 +314,7 @@ class ChatRenderer:
             said = f"{error}" if type(error).__module__.startswith("jinja2") else f"{type(error).__name__}: {error}"
             roles = ", ".join(str(message.get("role")) for message in messages[:8])
             first = " ".join(said.split())[:500]
-            raise RenderError(
-                f"the chat template of {self._folder} can't render messages of {roles}: {first}"
-            ) from error
+            raise RenderError(f"the chat template of {self._folder} can't render messages of {roles}: {first}") from error
 
     def _role(self, role: Any, mark: str) -> Any:
         """A role that the template does not know may stand within a control token of whose rest is the template's."""
@@ -368,9 +346,7 @@ class ChatRenderer:
         tokenizer, source = self._tokenizer, self._source
         mark, said, asked, told = unused(self._fixed, 4)
         user, system = {"role": "user", "content": asked}, [{"role": "system", "content": told}] if self._system else []
-        self._forms = Forms(
-            parts=not self._shows([*system, user], asked) and self._shows([*system, user], asked, Forms(parts=True))
-        )
+        self._forms = Forms(parts=not self._shows([*system, user], asked) and self._shows([*system, user], asked, Forms(parts=True)))
         self._forms = self._forms_of_calls(asked, told, said)
         try:
             first = self._render([*system, user], mark)
@@ -381,14 +357,10 @@ class ChatRenderer:
             if text not in first:
                 raise ValueError(f"the chat template of {self._folder} leaves out {what}")
         try:
-            both = self._render(
-                [*system, user, {"role": "assistant", "content": said}, {**user, "content": told}], mark
-            )
+            both = self._render([*system, user, {"role": "assistant", "content": said}, {**user, "content": told}], mark)
             before, found, rest = both.rpartition(said)
             if not found or told not in rest:
-                raise RenderError(
-                    f"the chat template of {self._folder} leaves out the model's turn, or what follows it"
-                )
+                raise RenderError(f"the chat template of {self._folder} leaves out the model's turn, or what follows it")
         except RenderError as error:
             if turns > 1:
                 raise ValueError(f"{error}. Where one turn is all, set rollout.max_turns=1") from error
@@ -397,9 +369,7 @@ class ChatRenderer:
         between = tokenizer.encode(rest.partition(told)[0])
         everything = [*tokenizer.encode(first), *tokenizer.encode(before), *between]
         tokenizer.use_marks(tokenizer.marks_in(everything, source), tokenizer.marks_in(between))
-        self.drops_reasoning = turns > 1 and self._leaves_reasoning_out(
-            [*system, user], {**user, "content": told}, said
-        )
+        self.drops_reasoning = turns > 1 and self._leaves_reasoning_out([*system, user], {**user, "content": told}, said)
         # Where the template begins a turn with more than a prompt ends with, a turn has parts, each with an end of its own.
         parts = tokenizer.num_special(tokenizer.encode(before)) - tokenizer.num_special(tokenizer.encode(first))
         head = between[:HEAD].tolist()
@@ -472,10 +442,8 @@ class Renderer(Protocol):
     def decode(self, ids: bytes) -> str: ...
 
 
-def renderer_of(
-    limits: RolloutSection, folder: Path, *, tools: Sequence[Mapping[str, Any]] = (), cached: int = CACHED
-) -> Renderer:
-    """What renders a task with these `limits`; `tools` where the config names none. Raises ValueError, one sentence, where that can't be."""
+def renderer_of(limits: RolloutSection, folder: Path, *, tools: Sequence[Mapping[str, Any]] = (), cached: int = CACHED) -> Renderer:
+    """Renderer of tasks with these `limits`; `tools` where the config names none. Raises ValueError, one sentence, where that can't be."""
     build = partial(plugins.load(plugins.NAMED_RENDERER), limits.renderer) if limits.renderer else ChatRenderer
     return build(
         folder,
@@ -527,9 +495,7 @@ class Transcript:
         """Append a completion. Raises ValueError when it is empty or its arrays and spans don't fit together."""
         num = len(tokens.ids) // TOKEN_BYTES
         if num == 0 or len(tokens.ids) != len(tokens.logprobs) or len(tokens.ids) % TOKEN_BYTES:
-            raise ValueError(
-                f"a completion with {len(tokens.ids)} bytes of ids and {len(tokens.logprobs)} of log-probs"
-            )
+            raise ValueError(f"a completion with {len(tokens.ids)} bytes of ids and {len(tokens.logprobs)} of log-probs")
         end = 0
         for span in tokens.spans:
             if span.start != end or span.end <= span.start:
@@ -671,8 +637,7 @@ def _rebuilt(value: Any, texts: Iterator[str], name: Callable[[str], str]) -> An
     if isinstance(value, Mapping):
         entries = cast("Mapping[str, Any]", value).items()
         return {
-            name(key): name(entry) if key == "type" and isinstance(entry, str) else _rebuilt(entry, texts, name)
-            for key, entry in entries
+            name(key): name(entry) if key == "type" and isinstance(entry, str) else _rebuilt(entry, texts, name) for key, entry in entries
         }
     return [_rebuilt(entry, texts, name) for entry in cast("list[Any]", value)] if isinstance(value, list) else value
 

@@ -15,7 +15,8 @@ from contextvars import Context
 from functools import partial
 from typing import Any, cast
 
-from runtime.pool.worker import Caught
+from rubato.actors.envs.hosting import Hung, Raised
+from rubato.runtime.pool.values import Caught
 
 END_S = 0.5
 """A call that was cancelled may clean up for so long."""
@@ -26,18 +27,6 @@ BLOCKED_S = 0.25
 _Work = Coroutine[Any, Any, tuple[Any, BaseException | None]]
 
 SCHEDSTAT = "/proc/thread-self/schedstat"
-
-
-class Hung(Exception):
-    """A call gave no answer within its limit."""
-
-
-class Raised(Exception):
-    """A call raised `error`, whatever its base class."""
-
-    def __init__(self, error: BaseException) -> None:
-        super().__init__(error)
-        self.error = error
 
 
 class Coroutines:

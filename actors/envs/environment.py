@@ -25,9 +25,7 @@ class Environment(Protocol):
     weights, at admission).
     """
 
-    def reset(
-        self, *, seed: int
-    ) -> tuple[Observation, Mapping[str, Any]] | Awaitable[tuple[Observation, Mapping[str, Any]]]:
+    def reset(self, *, seed: int) -> tuple[Observation, Mapping[str, Any]] | Awaitable[tuple[Observation, Mapping[str, Any]]]:
         """Start an episode; the same seed gives the same task."""
         ...
 

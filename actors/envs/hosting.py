@@ -11,28 +11,18 @@ from functools import partial
 from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
-from actors import plugins
-from actors.envs.coroutines import Call, Coroutines, Hung, Raised
-from actors.envs.environment import Observation, Step
-from actors.envs.section import EnvSection
-from actors.messages.samples import Purpose
-from runtime.importer import LoadError, load_object
-from runtime.pool.worker import (
-    MAX_REPLY_BYTES,
-    Traits,
-    Unsendable,
-    decode,
-    encode,
-    place_of,
-    taken_by,
-    text_of,
-    type_name,
-)
+from rubato.actors import plugins
+from rubato.actors.envs.environment import Observation, Step
+from rubato.actors.envs.section import DATA_SETS, EnvSection
+from rubato.actors.messages.samples import Purpose
+from rubato.runtime.importer import LoadError, load_object
+from rubato.runtime.pool.values import MAX_REPLY_BYTES, Traits, Unsendable, decode, encode, place_of, taken_by, text_of, type_name
 
 if TYPE_CHECKING:
-    from actors.envs.pooled import EnvWorkers
+    from rubato.actors.envs.coroutines import Call, Coroutines
+    from rubato.actors.envs.pooled import EnvWorkers
 
-BUILT_IN = ("actors.envs.", "actors.data.")
+BUILT_IN = ("rubato.actors.envs.", "rubato.actors.data.")
 """Classes from here are trusted to import quickly, so no worker is started to look at them."""
 
 HELD_OUT, TOOLS = "held_out", "tools"
@@ -42,8 +32,6 @@ DECLARED = (HELD_OUT, TOOLS)
 TOLD: Mapping[str, Any] = {"task": "", "row": 0, "purpose": "train", "trajectory": "", "version": 0}
 """Arguments that a `reset` may take besides the seed, with their values where no rollout asks."""
 
-DATA_SETS = ("actors.data.graded_env:DataSetEnv", "actors.data.graded_env:QuickDataSetEnv")
-"""What steps there is the user's grader."""
 
 CONTAINERS, NUMBERS = frozenset({dict, list, tuple}), frozenset({bool, int, float})
 
@@ -63,6 +51,18 @@ DEAR_TRIALS = 3
 """Of them, at most so many that hang, each up to its limit, or fail in the constructor, where the seed plays no part."""
 
 EnvOutcome = Literal["env_reset_failed", "env_step_failed", "env_timeout", "env_bad_result", "env_lost", "no_worker"]
+
+
+class Hung(Exception):
+    """A call gave no answer within its limit."""
+
+
+class Raised(Exception):
+    """A call raised `error`, whatever its base class."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(error)
+        self.error = error
 
 
 @dataclass(eq=False)
@@ -120,7 +120,7 @@ class EnvHost:
         self._pool: EnvWorkers | None = None
         self._tell = on_output, on_size
         self._on_notice = on_notice
-        self._coroutines = Coroutines(self._blocked)
+        self._coroutines: Coroutines | None = None
         self._blocking: set[str] = set()
         self._is_built_in = section.target.startswith(BUILT_IN)
         self._class: Callable[..., Any] | None = None
@@ -175,8 +175,8 @@ class EnvHost:
             self._num_built += 1
             return await self.pool.built(self._section, f"env-{self._task}-{self._num_built}", kwargs)
         make = partial(self._class, **kwargs)
-        env = _called(self._coroutines, (self._class, "__init__"), make, "env_reset_failed", trusted=self._is_built_in)
-        return InlineEnv(self._section, env, self._coroutines)
+        env = _called(self._calls, (self._class, "__init__"), make, "env_reset_failed", trusted=self._is_built_in)
+        return InlineEnv(self._section, env, self._calls)
 
     async def begin(
         self, purpose: Purpose, seed: int, told: Mapping[str, Any] = TOLD
@@ -194,9 +194,7 @@ class EnvHost:
                 if not tries_left:
                     raise
 
-    async def _begin_once(
-        self, purpose: Purpose, seed: int, told: Mapping[str, Any]
-    ) -> "tuple[HostedEnv, Observation, Mapping[str, Any]]":
+    async def _begin_once(self, purpose: Purpose, seed: int, told: Mapping[str, Any]) -> "tuple[HostedEnv, Observation, Mapping[str, Any]]":
         env = await self.borrow(purpose)
         try:
             return env, *await env.reset(seed, {name: value for name, value in told.items() if name in self._takes})
@@ -239,9 +237,15 @@ class EnvHost:
             for idle in self._idle.values():
                 while idle:
                     tasks.create_task(idle.pop().close())
-        await self._coroutines.close()
+        if self._coroutines is not None:
+            await self._coroutines.close()
         if self._pool is not None:
             await self._pool.close()
+
+    def _calls(self) -> "Coroutines":
+        """What runs a user's code in this process: there from when the first is to run."""
+        found = self._coroutines = self._coroutines or plugins.load(plugins.ENV_COROUTINES)(self._blocked)
+        return found
 
     def _blocked(self, what: tuple[Any, str], took_s: float) -> None:
         """The first time that a method does."""
@@ -316,10 +320,10 @@ class HostedEnv:
 class InlineEnv(HostedEnv):
     """Runs in this process: coroutines under a deadline; a plain method can't be interrupted and is trusted."""
 
-    def __init__(self, section: EnvSection, env: Any, coroutines: Coroutines) -> None:
+    def __init__(self, section: EnvSection, env: Any, calls: "Callable[[], Coroutines]") -> None:
         super().__init__(section)
         self._env = env
-        self._coroutines = coroutines
+        self._calls = calls
         self._context = copy_context()
         self._under_way: Call | None = None
         self._is_built_in = type(env).__module__.startswith(BUILT_IN)
@@ -344,10 +348,10 @@ class InlineEnv(HostedEnv):
     async def _call(self, method: str, outcome: EnvOutcome, limit_s: float, *args: Any, **kwargs: Any) -> Any:
         self.take_began()()
         run = partial(getattr(self._env, method), *args, **kwargs)
-        result = _called(self._coroutines, (self._env, method), run, outcome, trusted=self._is_built_in)
+        result = _called(self._calls, (self._env, method), run, outcome, trusted=self._is_built_in)
         if not hasattr(result, "__await__"):
             return result
-        call = self._under_way = self._coroutines.begin(result, (self._env, method), self._context)
+        call = self._under_way = self._calls().begin(result, (self._env, method), self._context)
         try:
             return await call.result(limit_s)
         except Hung:
@@ -443,11 +447,7 @@ def normal(observation: Any) -> Observation:
     if isinstance(observation, str):
         return observation
     return [
-        {
-            key: _joined(value) if key == "content" else value
-            for key, value in message.items()
-            if value is not None or key == "content"
-        }
+        {key: _joined(value) if key == "content" else value for key, value in message.items() if value is not None or key == "content"}
         for message in cast("list[dict[str, Any]]", observation)
     ]
 
@@ -486,9 +486,7 @@ def _flaw_of_message(message: Any) -> str:
         return next((f"{shown} {flaw}" for part in cast("list[Any]", content) if (flaw := _flaw_of_part(part))), "")
     if content is None and (calls or told.get("reasoning_content")):
         return ""
-    return (
-        "" if isinstance(content, str) else f"{shown} whose content is of type {type_name(content)} instead of a string"
-    )
+    return "" if isinstance(content, str) else f"{shown} whose content is of type {type_name(content)} instead of a string"
 
 
 def _flaw_of_calls(calls: Any) -> str:
@@ -584,12 +582,10 @@ def _load(target: str) -> Callable[..., Any]:
     return found
 
 
-def _called(
-    coroutines: Coroutines, what: tuple[Any, str], run: Callable[[], Any], outcome: EnvOutcome, *, trusted: bool
-) -> Any:
+def _called(calls: "Callable[[], Coroutines]", what: tuple[Any, str], run: Callable[[], Any], outcome: EnvOutcome, *, trusted: bool) -> Any:
     """The result of `run`, the method that `what` names. Raises EnvFailure; of one that is `trusted` no blocking is looked for."""
     try:
-        return run() if trusted else coroutines.call(what, run)
+        return run() if trusted else calls().call(what, run)
     except Raised as raised:
         raise _raised(raised.error, what[1], outcome) from raised.error
     except (Exception, SystemExit) as error:  # a trusted class may wrap what is the user's

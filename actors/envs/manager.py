@@ -1,7 +1,6 @@
 """Owns trajectories from their ticket until their scored Put, or their end without one, is acknowledged."""
 
 import asyncio
-import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -11,24 +10,22 @@ from typing import ClassVar
 
 import msgspec
 
-from actors import plugins
-from actors.config import ClusterSection, EvalSection, ModelSection, RewardSection, RolloutSection
-from actors.data.tasks import Tasks, TaskSection
-from actors.envs.chat import renderer_of
-from actors.envs.hooks import RolloutHook
-from actors.envs.hosting import TOOLS, EnvFailure, EnvHost, sentence
-from actors.envs.recorder import GaveUp
-from actors.envs.rollout import Rollout, RolloutContext, RolloutRecord
-from actors.envs.section import EnvSection
-from actors.envs.tasks import Task, advice_on_split, check_limits, resolved, trains
-from actors.messages.samples import Admit, Cancel, GiveUp, PolicyState, Put, RenewLeases, Ticket, Trajectory
-from bus.errors import AskFailed, Failed
-from runtime.actor import Actor, Handles, handler
-from runtime.config import ActorConfig
-from runtime.config import Config as Job
-from runtime.importer import check_module
-from runtime.kernel import Kernel
-from runtime.store.errors import StoreUnavailable
+from rubato.actors import plugins
+from rubato.actors.config import ClusterSection, EvalSection, ModelSection, RewardSection, RolloutSection
+from rubato.actors.data.tasks import Tasks
+from rubato.actors.envs.chat import renderer_of
+from rubato.actors.envs.hosting import TOOLS, EnvFailure, EnvHost, sentence
+from rubato.actors.envs.recorder import GaveUp
+from rubato.actors.envs.rollout import Rollout, RolloutContext, RolloutHook, RolloutRecord
+from rubato.actors.envs.section import EnvSection, Task, advice_on_split, resolved
+from rubato.actors.messages.samples import Admit, Cancel, GiveUp, PolicyState, Put, RenewLeases, Ticket, Trajectory
+from rubato.bus.errors import AskFailed, Failed
+from rubato.runtime.actor import Actor, Handles, handler
+from rubato.runtime.config import ActorConfig
+from rubato.runtime.config import Config as Job
+from rubato.runtime.importer import check_module
+from rubato.runtime.kernel import Kernel
+from rubato.runtime.store.store import StoreUnavailable
 
 ADMIT_WAIT_S = 10.0
 """How long the sample buffer may hold an Admit back; the ask itself gets a few seconds more."""
@@ -67,7 +64,7 @@ class _Running:
     playing: asyncio.Timeout | None = None
     """While it plays, what ends that."""
     played: bool = False
-    """What came of it is being delivered."""
+    """Whether its outcome is being delivered."""
 
     def cancel(self) -> None:
         """End it at once if it still plays; what it came to by then is delivered."""
@@ -76,13 +73,14 @@ class _Running:
             self.playing = None
 
 
-class EnvManager(Actor):
+class EnvManager(plugins.Hooked[RolloutHook], Actor):
     """Runs up to `env.concurrency` rollouts at once. Holds nothing that must survive it: its tickets lapse and are issued again."""
 
     role: ClassVar[str] = "env_manager"
     drain_order: ClassVar[int] = 10
     least: ClassVar[int] = 1
     needs: ClassVar[tuple[str, ...]] = ("sample_buffer", "llm_proxy")
+    hook_messages: ClassVar[Mapping[str, str]] = {tag: path for tag, (_, path) in plugins.ROLLOUT_MESSAGES.items()}
 
     class Config(ActorConfig):
         env: EnvSection = EnvSection()
@@ -97,23 +95,7 @@ class EnvManager(Actor):
 
     @classmethod
     def check(cls, job: Job) -> None:
-        """Refuse what makes every rollout fail, or gives it to another manager while it runs."""
-        limits: RolloutSection = job.section("rollout")
-        whole, held = limits.max_len, limits.hold_s
-        tasks: Mapping[str, TaskSection] = job.section("tasks")
-        for name, task in resolved(tasks, job.section("env"), limits, job.section("reward")).items():
-            check_limits(task, job, trained=trains(job) and (not tasks or tasks[name].weight > 0))
-        if limits.top_p < 1.0:
-            raise ValueError(
-                f"rollout.top_p is {limits.top_p:g}; it must be 1, since the trainer can't recompute log-probs of a cut distribution: "
-                "set rollout.top_p=1, and rollout.temperature below 1 for likelier tokens"
-            )
-        if job.has("engine") and whole > (most := job.section("engine").max_len):
-            raise ValueError(f"rollout.max_len is {whole}; it must be at most engine.max_len, which is {most}")
-        if job.has("samples") and held * 3 > (ttl := job.section("samples").ticket_ttl_s):
-            raise ValueError(
-                f"rollout.hold_s is {held:g}; it must be at most a third of samples.ticket_ttl_s, which is {ttl:g}"
-            )
+        plugins.load(plugins.ROLLOUT_CHECK)(job)
 
     @classmethod
     def plugin_classes(cls, job: Job) -> tuple[type[Handles], ...]:
@@ -130,12 +112,7 @@ class EnvManager(Actor):
 
     @classmethod
     def preflight(cls, config: Config, folder: Path) -> None:
-        """The model's tokenizer and chat template render a first prompt and a second turn of each task."""
-        model = folder / config.model.path
-        if not os.path.isdir(model):  # the engines' check names one that is not there
-            return
-        tasks = resolved(config.tasks, config.env, config.rollout, config.reward)
-        plugins.load(plugins.RENDERING_CHECK)(tasks.values(), model)
+        plugins.load(plugins.RENDERING_CHECK)(config, folder)
 
     def __init__(self, config: Config, kernel: Kernel) -> None:
         super().__init__(config, kernel)
@@ -150,10 +127,9 @@ class EnvManager(Actor):
         self._admitting: asyncio.Task[None] | None = None
         self._rollouts: dict[str, RolloutContext] = {}
         self._ended = self._aside = False
-        self._hooks: list[RolloutHook] = [
-            hook(self, self._playing) for hook in plugins.named(plugins.ROLLOUT_HOOKS, config)
-        ]
-        self.plugins = self._hooks
+        self._started = False
+        self.begin_hooks(plugins.chosen(plugins.ROLLOUT_HOOKS, config))
+        self.plugins = self.hooks
 
     async def on_start(self) -> None:
         """Try the environment, then begin to admit. A broken one ends the job with one sentence."""
@@ -166,22 +142,21 @@ class EnvManager(Actor):
         self._sized(max(pooled, default=0))
         self._admitting = self.spawn(self._admit(), name=f"{self.name}.admit")
         self.spawn(self._hold(), name=f"{self.name}.hold")
-        for hook in self._hooks:
+        for hook in self.hooks:
             self._run_hook(hook)
+        self._started = True
 
     async def on_peers(self, joined: tuple[str, ...], left: tuple[str, ...]) -> None:
         """For the hooks."""
-        for hook in self._hooks:
+        for hook in self.hooks:
             hook.peers_changed()
 
-    def plugin_for(self, tag: str) -> RolloutHook | None:
-        """The hook of the mechanism that sends such messages."""
-        if tag not in plugins.ROLLOUT_MESSAGES:
-            return None
-        hook: RolloutHook = plugins.load(plugins.ROLLOUT_MESSAGES[tag][1])(self, self._playing)
-        self._hooks.append(hook)
-        self._run_hook(hook)
-        return hook
+    def make(self, path: str) -> RolloutHook:
+        return plugins.load(path)(self, self._playing)
+
+    def came(self, hook: RolloutHook) -> None:
+        if self._started:
+            self._run_hook(hook)
 
     def _run_hook(self, hook: RolloutHook) -> None:
         self.spawn(hook.run(), name=f"{self.name}.{type(hook).__name__}")
@@ -278,7 +253,7 @@ class EnvManager(Actor):
             waits=self.waits,
             eval=self.config.eval,
             score_names=task.reward.names,
-            hooks=self._hooks,
+            hooks=self.hooks,
         )
         return ""
 
@@ -286,9 +261,7 @@ class EnvManager(Actor):
         """Show what is odd about them: held-out tasks may be no others than those of training, and a template may leave reasoning out."""
         if self.config.eval.every or self.config.eval.final_num_tasks:
             for name in (name for name, host in self._hosts.items() if not host.has_split):
-                await self._show_once(
-                    f"no_split/{name}", advice_on_split(self._tasks[name], self.config.tasks.get(name))
-                )
+                await self._show_once(f"no_split/{name}", advice_on_split(self._tasks[name], self.config.tasks.get(name)))
         if any(each.renderer.drops_reasoning for each in self._rollouts.values()):
             await self._show_once(
                 "reasoning_dropped",
@@ -299,7 +272,7 @@ class EnvManager(Actor):
     async def _admit(self) -> None:
         """Keep as many rollouts running as there are tickets and room for."""
         while not self._ended:
-            room = self.config.env.concurrency - len(self._running)
+            room = self._room()
             if room == 0:
                 self._changed.clear()
                 await self._changed.wait()
@@ -323,13 +296,14 @@ class EnvManager(Actor):
                 self.log.info("closed", running=len(self._running))
                 return
 
+    def _room(self) -> int:
+        return self.config.env.concurrency - len(self._running)
+
     def _begin(self, ticket: Ticket, issuer: int) -> None:
         key = (ticket.trajectory_id, ticket.attempt)
         if ticket.task not in self._tasks:
             named = f"tasks.{ticket.task}" if ticket.task else "no task"
-            self._end(
-                f"the run has unfinished groups of {named}, which its config had before: put that back, or start another run"
-            )
+            self._end(f"the run has unfinished groups of {named}, which its config had before: put that back, or start another run")
         elif key in self._running:  # a Store that forgot its last seconds gives it out again
             self._running[key].issuer = issuer
         else:
@@ -370,7 +344,7 @@ class EnvManager(Actor):
             raise
         finally:
             running.playing, running.played = None, True
-            for hook in self._hooks:
+            for hook in self.hooks:
                 hook.ended(rollout, whole=whole)
 
     async def _finished(self, rollout: Rollout, trajectory: Trajectory) -> None:
@@ -383,7 +357,7 @@ class EnvManager(Actor):
             await self._deliver(rollout.recorder.given_up("dead_letter", retry=True))
 
     async def _cancelled(self, rollout: Rollout, end: GaveUp) -> None:
-        """What it had sampled is still told, and where somebody wants it after all it is issued again."""
+        """Report what it had sampled; where it is wanted after all, it is issued again."""
         self.metrics.count("rollout/cancelled")
         ticket = rollout.recorder.ticket
         self._records[ticket.task].bad(ticket, end)
@@ -443,9 +417,7 @@ class EnvManager(Actor):
         letter |= {"request": request, "error": error[:2000]}
         self.metrics.count("dead_letters")
         self.log.error("dead_letter", **letter)
-        self.notice(
-            f"{ticket.trajectory_id}: {DELIVERIES} deliveries failed; the attempt counts as failed ({error[:200]})"
-        )
+        self.notice(f"{ticket.trajectory_id}: {DELIVERIES} deliveries failed; the attempt counts as failed ({error[:200]})")
         try:
             await self.store.append(DEAD_LETTERS, msgspec.msgpack.encode(letter), limit=DEAD_LETTERS_KEPT)
         except StoreUnavailable as away:

@@ -10,18 +10,9 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, get_args
 
-from actors.envs.chat import (
-    CACHED,
-    Key,
-    TextTokenizer,
-    Transcript,
-    as_messages,
-    as_plain,
-    observation_key,
-    unused,
-)
-from actors.envs.environment import Observation
-from actors.envs.templates import RenderError
+from rubato.actors.envs.chat import CACHED, Key, TextTokenizer, Transcript, as_messages, as_plain, observation_key, unused
+from rubato.actors.envs.environment import Observation
+from rubato.actors.envs.templates import RenderError
 
 NOT_ONE_MODEL = frozenset({"auto", "custom", "default"})
 """Names of the package that stand for no family of models."""
@@ -78,9 +69,7 @@ class NamedRenderer:
         key = observation_key(observation)
         before, sampled = (array("i", part).tolist() for part in transcript.last_turn)
         found = self._bridge(before, sampled, key)
-        if (
-            found is None
-        ):  # it ended inside its reasoning, which can't be rendered again without touching what was sampled
+        if found is None:  # it ended inside its reasoning, which can't be rendered again without touching what was sampled
             before, sampled = array("i", self.opening("?")).tolist(), sampled[-1:]
             found = self._bridge(before, sampled, key)
         if found is None:
@@ -120,10 +109,7 @@ class NamedRenderer:
     def _learn_marks(self) -> None:
         """The marks that it writes around turns, tool calls and results, as far as it renders such a conversation."""
         call = {"type": "function", "function": {"name": "x", "arguments": {"x": "x"}}}
-        user, result = (
-            {"role": "user", "content": "x"},
-            {"role": "tool", "content": "x", "name": "x", "tool_call_id": "1"},
-        )
+        user, result = ({"role": "user", "content": "x"}, {"role": "tool", "content": "x", "name": "x", "tool_call_id": "1"})
         said = {"role": "assistant", "content": "x"}
         calls = {**said, "reasoning_content": "x", "tool_calls": [{"id": "1", **call}]}
         tools = [{"type": "function", "function": {"name": "x", "description": "x", "parameters": {}}}]
@@ -140,8 +126,7 @@ def renderer_config(name: str, variables: Mapping[str, Any]) -> Any:
         from renderers import RendererConfig, merge_chat_template_kwargs
     except ImportError as error:
         raise ValueError(
-            f"rollout.renderer is {name}, but the package renderers is not installed. "
-            "Install it with: pip install -e '.[renderers]'"
+            f"rollout.renderer is {name}, but the package renderers is not installed. Install it with: pip install -e '.[renderers]'"
         ) from error
     kinds = {
         kind.model_fields["name"].default: kind

@@ -4,9 +4,9 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
-from actors.envs.hosting import CLOSE_S, DECLARED, EnvFailure, EnvOutcome, HostedEnv, unusable
-from actors.envs.section import EnvSection
-from runtime.pool.errors import (
+from rubato.actors.envs.hosting import CLOSE_S, DECLARED, EnvFailure, EnvOutcome, HostedEnv, unusable
+from rubato.actors.envs.section import EnvSection
+from rubato.runtime.pool.errors import (
     BadResult,
     NoWorker,
     PoolError,
@@ -16,17 +16,15 @@ from runtime.pool.errors import (
     WorkerKilled,
     WorkerTimeout,
 )
-from runtime.pool.pool import WorkerPool
-from runtime.pool.sandbox import WorkerLimits
-from runtime.pool.worker import Traits, decode, encode_call
+from rubato.runtime.pool.pool import WorkerPool
+from rubato.runtime.pool.sandbox import WorkerLimits
+from rubato.runtime.pool.values import Traits, decode, encode_call
 
 
 class EnvWorkers(WorkerPool):
     """Those of one manager, of the sizes that `env` gives them."""
 
-    def __init__(
-        self, section: EnvSection, on_output: Callable[[str], None] | None, on_size: Callable[[int], None] | None
-    ) -> None:
+    def __init__(self, section: EnvSection, on_output: Callable[[str], None] | None, on_size: Callable[[int], None] | None) -> None:
         limits = WorkerLimits(section.memory_mb, max_processes=section.max_processes)
         first, most = section.sizes(usable_cores())
         super().__init__(workers=first, most=most, limits=limits, on_output=on_output, on_size=on_size)

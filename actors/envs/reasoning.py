@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, Literal
 
-from actors.data.datasets import check_extra
-from runtime.errors import ConfigError
+from rubato.actors.data.datasets import check_extra
+from rubato.runtime.errors import ConfigError
 
 EVAL_SHARE = 5
 """One question in this many belongs to the eval split."""
@@ -81,9 +81,7 @@ def _generator(name: str, config: str) -> Any:
 
     if name not in DATASETS:
         near = difflib.get_close_matches(name, DATASETS, n=1)
-        guess = (
-            f"Did you mean {near[0]}?" if near else f"It has {len(DATASETS)}, among them chain_sum and leg_counting."
-        )
+        guess = f"Did you mean {near[0]}?" if near else f"It has {len(DATASETS)}, among them chain_sum and leg_counting."
         raise ConfigError(f"reasoning-gym has no task {name}. {guess}")
     try:
         return create_dataset(name, **{"seed": 0, **json.loads(config)})

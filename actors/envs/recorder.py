@@ -9,20 +9,11 @@ from typing import Any
 
 import msgspec
 
-from actors.config import EvalSection, RolloutSection
-from actors.envs.chat import TOKEN_BYTES, Renderer, Transcript
-from actors.envs.hosting import EnvFailure, is_plain
-from actors.messages.generation import (
-    Completion,
-    Generate,
-    GenerateReply,
-    NotItsTurn,
-    Route,
-    Sampling,
-    Tokens,
-    why_early,
-)
-from actors.messages.samples import (
+from rubato.actors.config import EvalSection, RolloutSection
+from rubato.actors.envs.chat import TOKEN_BYTES, Renderer, Transcript
+from rubato.actors.envs.hosting import EnvFailure, is_plain
+from rubato.actors.messages.generation import Completion, Generate, GenerateReply, NotItsTurn, Route, Sampling, Tokens, why_early
+from rubato.actors.messages.samples import (
     BAD_LOGPROBS,
     GiveUp,
     NotScored,
@@ -33,13 +24,13 @@ from actors.messages.samples import (
     flaw_of_logprobs,
     shortened,
 )
-from actors.report.breakdown import numbers_of
-from bus.errors import AskFailed, Failed
-from bus.message import well_formed
-from planning.engine_info import WeightsNeed
-from planning.staleness import is_stale
-from runtime.courier import Ref
-from runtime.observe.figures import Waits
+from rubato.actors.report.breakdown import numbers_of
+from rubato.bus.errors import AskFailed, Failed
+from rubato.bus.message import well_formed
+from rubato.planning.engine_info import WeightsNeed
+from rubato.planning.staleness import is_stale
+from rubato.runtime.courier import Ref
+from rubato.runtime.observe.figures import Waits
 
 MOST_WORDS = 2_000
 """Characters of a failure's own words that go to the sample buffer."""
@@ -96,7 +87,7 @@ class Recorder:
         held_out = ticket.purpose == "eval"
         section = context.eval if held_out else context.rollout
         greedy = held_out and context.eval.samples == 1
-        self._sampling = Sampling(
+        self.sampling = Sampling(
             max_new_tokens=context.rollout.max_new_tokens,
             temperature=0.0 if greedy else section.temperature,
             top_p=1.0 if greedy else section.top_p,
@@ -156,8 +147,7 @@ class Recorder:
         self.transcripts.append(transcript)
         if not self.fits(transcript):
             raise GaveUp(
-                "generation_failed",
-                f"the first prompt has {len(transcript)} tokens; rollout.max_len is {self._context.rollout.max_len}",
+                "generation_failed", f"the first prompt has {len(transcript)} tokens; rollout.max_len is {self._context.rollout.max_len}"
             )
         return transcript
 
@@ -167,7 +157,11 @@ class Recorder:
         return len(transcript) + len(shown) // TOKEN_BYTES + limits.max_new_tokens <= limits.max_len
 
     async def generate(self, transcript: Transcript) -> str:
-        """Text of the next turn, whose tokens are appended to `transcript`. Raises GaveUp, also where the trajectory is too old to train.
+        """Text of the next turn; see `complete`."""
+        return (await self.complete(transcript, self.sampling))[0]
+
+    async def complete(self, transcript: Transcript, sampling: Sampling) -> tuple[str, Completion]:
+        """Text of the next turn, and what the engine sent, which is appended to `transcript`. Raises GaveUp, also where that is too old to train.
 
         A request that ended early goes on from the tokens it has, under a new id; one that was not begun has not been tried.
         """
@@ -183,7 +177,7 @@ class Recorder:
                 request_id=request_id if attempt == 0 else f"{request_id}r{attempt}",
                 session=self.ticket.trajectory_id,
                 prompt=prompt,
-                sampling=self._sampling,
+                sampling=sampling,
                 # Nothing older than what this trajectory began with: its age counts from there.
                 weights=WeightsNeed(max(self.ticket.version, self._version_first), exact=is_eval),
                 resumed=resumed,
@@ -192,7 +186,7 @@ class Recorder:
             reply = await self._ask_proxy(request)
             self._num_sampled += (len(reply.tokens.ids) - len(resumed.ids)) // TOKEN_BYTES
             if isinstance(reply, Completion):
-                return self._append(transcript, reply)
+                return self._append(transcript, reply), reply
             resumed = reply.tokens
             self._check_age()
             tries += not isinstance(reply, NotItsTurn)
@@ -236,9 +230,7 @@ class Recorder:
         policy = self._context.policy()
         if is_stale(first, policy.version, policy.alpha):
             age = policy.version - first
-            raise GaveUp(
-                "stale", f"age {age} after {len(self.texts)} turns; staleness.alpha is {policy.alpha}", retry=True
-            )
+            raise GaveUp("stale", f"age {age} after {len(self.texts)} turns; staleness.alpha is {policy.alpha}", retry=True)
 
     async def _ask_proxy(self, request: Generate) -> GenerateReply:
         timeout_s = self._context.rollout.generate_timeout_s
@@ -309,9 +301,9 @@ class Recorder:
             turns=len(self.texts),
             truncated=self.truncated,
             wall_s=0.0,
-            temperature=self._sampling.temperature,
+            temperature=self.sampling.temperature,
             finish_reasons=tuple(self._finish_reasons),
-            cut=self._sampling.max_new_tokens > 1 and "length" in self._finish_reasons,
+            cut=self.sampling.max_new_tokens > 1 and "length" in self._finish_reasons,
             env_s=self._env_s,
             info=numbers_of(self.info),
             text=shortened("\n".join(self.texts)) if held_out else "",

@@ -3,21 +3,24 @@
 import asyncio
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from actors.envs.environment import Observation
-from actors.envs.hooks import RolloutHook
-from actors.envs.hosting import EnvFailure, EnvHost, HostedEnv, sentence
-from actors.envs.recorder import GaveUp, Recorder, RecorderContext
-from actors.envs.section import EnvSection
-from actors.envs.templates import RenderError
-from actors.messages.samples import Ticket, Trajectory
-from planning.failures import RECENT, is_hopeless
-from runtime.observe.figures import Metrics
+from rubato.actors.envs.environment import Observation
+from rubato.actors.envs.hosting import EnvFailure, EnvHost, HostedEnv, sentence
+from rubato.actors.envs.recorder import GaveUp, Recorder, RecorderContext
+from rubato.actors.envs.section import EnvSection
+from rubato.actors.envs.templates import RenderError
+from rubato.actors.messages.samples import Ticket, Trajectory
+from rubato.planning.failures import RECENT, is_hopeless
+from rubato.runtime.actor import Actor, Handles
+from rubato.runtime.observe.figures import Metrics
+
+if TYPE_CHECKING:
+    from rubato.actors.envs.rollout import Rollout
 
 MAX_DETAIL = 300
 """Characters of a failure's own words that are shown."""
@@ -38,7 +41,7 @@ PROMPTS_KEPT = 4 * RECENT
 
 
 class Driver(Protocol):
-    """What plays one trajectory against the policy: the loop of an environment, or an agent that asks by itself."""
+    """Player of one trajectory against the policy: the loop of an environment, or an agent that asks by itself."""
 
     async def drive(self, recorder: Recorder) -> None:
         """Open contexts in `recorder` and generate in them until the episode is over. Raises GaveUp for every way it can end otherwise.
@@ -53,18 +56,44 @@ class Rollout:
 
     def __init__(self, recorder: Recorder, driver: Driver) -> None:
         self.recorder = recorder
-        self._driver = driver
+        self.driver = driver
 
     async def play(self) -> Trajectory:
         """The scored trajectory. Raises GaveUp for every way it can end otherwise."""
         began = asyncio.get_running_loop().time()
-        await self._driver.drive(self.recorder)
+        await self.driver.drive(self.recorder)
         return await self.recorder.finish(began)
+
+
+class RolloutHook(Handles):
+    """A mechanism's view of the rollouts of one manager. Subclass it and override what is wanted; messages that it has handlers for
+    (`@handler`) are the manager's to take.
+
+    `actors/plugins.py` says which there are, and what makes a job have them: a section of the config, or the first message of a type.
+    """
+
+    def __init__(self, manager: Actor, playing: Callable[[], "Iterable[Rollout]"]) -> None:
+        """`playing()` gives the rollouts that play at the moment."""
+        self.manager = manager
+        self.playing = playing
+
+    def turns(self) -> AbstractContextManager[None]:
+        """Around the turns of one rollout, from before its first to after its last; entered by many at once."""
+        return nullcontext()
+
+    def ended(self, rollout: "Rollout", *, whole: bool) -> None:
+        """After a rollout played; `whole` where a trajectory came of it."""
+
+    def peers_changed(self) -> None:
+        """After an actor of the job became ready or went away."""
+
+    async def run(self) -> None:
+        """What the hook does beside rollouts, as a task of the manager."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutContext(RecorderContext):
-    """What all rollouts of one task share, its environments included."""
+    """Things that all rollouts of one task share, its environments included."""
 
     env: EnvSection
     host: EnvHost
@@ -180,7 +209,7 @@ class EnvDriver:
 
 @contextmanager
 def _rendered(method: str) -> Iterator[None]:
-    """What can't be rendered is a wrong result of the environment's `method`."""
+    """A block in which an error of rendering counts as a wrong result of the environment's `method`."""
     try:
         yield
     except RenderError as error:
@@ -237,9 +266,7 @@ class RolloutRecord:
         self._noticed.add(kind)
         notices = [] if known else [text]
         shares = self._shares()
-        of_last = (
-            f"{sum(shares):.0f} of the last {len(shares)} tasks failed{' in their environment' if end.failure else ''}"
-        )
+        of_last = f"{sum(shares):.0f} of the last {len(shares)} tasks failed{' in their environment' if end.failure else ''}"
         hung = sum(task.hung for task in self._prompts.values())
         if is_hopeless(shares, ever_good=self._ever_good, hung=hung):
             of_hung = f"{hung} tasks hung, and no rollout of any task got through"

@@ -1,10 +1,23 @@
-"""The environment's section of the config."""
+"""The environment's section of the config, and its tasks as a manager plays them: each with everything resolved, within limits that make
+sense."""
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, PlainValidator
 
-from runtime.config import Section
+from rubato.actors import plugins
+from rubato.actors.config import RewardSection, RolloutSection
+from rubato.actors.data.tasks import TaskSection, rewards_of
+from rubato.runtime.config import Section
+
+QUICK = ("exact", "number", "places")
+"""Graders that answer in microseconds and never hang."""
+
+LIMITS = ("max_turns", "max_new_tokens", "temperature", "stop", "system_prompt")
+
+DATA_SETS = ("rubato.actors.data.graded_env:DataSetEnv", "rubato.actors.data.graded_env:QuickDataSetEnv")
+"""What steps there is the user's grader."""
 
 FIRST_WORKERS, PER_CORE = 2, 4
 """Of `workers: auto`: those that start with the first environment, and the most for each core. Steps that compute gain up to one per core;
@@ -24,7 +37,7 @@ Workers = Annotated[int | Literal["auto"], PlainValidator(_workers)]
 class EnvSection(Section):
     """The environment: which class, with which arguments, and where its code runs."""
 
-    target: str = Field(default="actors.envs.frozen_lake:FrozenLakeText", alias="class")
+    target: str = Field(default="rubato.actors.envs.frozen_lake:FrozenLakeText", alias="class")
     """Import path: package.module:Class or path/to/file.py:Class."""
     kwargs: dict[str, Any] = {}
     """Arguments of the constructor."""
@@ -55,3 +68,56 @@ class EnvSection(Section):
             return self.workers, self.workers
         most = min(self.concurrency, PER_CORE * cores)
         return min(FIRST_WORKERS, most), most
+
+
+class Task(NamedTuple):
+    """One task with everything resolved."""
+
+    key: str
+    """Where the config has it: `env`, or `tasks.NAME`."""
+    env: EnvSection
+    rollout: RolloutSection
+    reward: RewardSection
+
+
+def resolved(tasks: Mapping[str, TaskSection], env: EnvSection, rollout: RolloutSection, reward: RewardSection) -> dict[str, Task]:
+    """By name; a config without `tasks` has one, whose name is empty."""
+    if not tasks:
+        return {"": Task("env", env, rollout, reward)}
+    rewards = rewards_of(tasks, reward)
+    found: dict[str, Task] = {}
+    for name, task in tasks.items():
+        limits = {key: value for key in LIMITS if (value := getattr(task, key)) is not None}
+        own = reward.model_copy(update={"functions": rewards[name], "url": ""})
+        found[name] = Task(f"tasks.{name}", _env_of(task, env), rollout.model_copy(update=limits), own)
+    return found
+
+
+def _env_of(task: TaskSection, env: EnvSection) -> EnvSection:
+    if (data := task.data) is not None:
+        quick = data.grader in QUICK
+        target = DATA_SETS[quick]
+        kwargs = {"path": data.source, "prompt": data.prompt, "answer": data.answer, "grader": data.grader}
+        held_out = data.eval_source or (data.source if data.eval_rows else "")
+        return _with(env, target, kwargs, {"path": held_out} if held_out else {})
+    if task.reasoning_gym:
+        kwargs = {**task.kwargs, "name": task.reasoning_gym}
+        return _with(env, plugins.REASONING, kwargs, {**plugins.load(plugins.REASONING_HELD_OUT), **task.eval_kwargs})
+    return _with(env, task.target, task.kwargs, task.eval_kwargs)
+
+
+def _with(env: EnvSection, target: str, kwargs: Mapping[str, object], eval_kwargs: Mapping[str, object]) -> EnvSection:
+    return env.model_copy(update={"target": target, "kwargs": dict(kwargs), "eval_kwargs": dict(eval_kwargs)})
+
+
+def advice_on_split(task: Task, section: TaskSection | None) -> str:
+    """Sentences for a task whose held-out prompts may be trained on."""
+    if section is not None and section.data is not None:
+        return (
+            f"{task.key}.data has no held-out rows: evaluations show rows that are trained on. "
+            "Set its eval_path or eval_split, or eval_rows to hold some of them out (docs/tasks.md)"
+        )
+    return (
+        f"env {task.env.target} has no held-out split: evaluations use other seeds, which may give tasks that are trained on. "
+        f"Set {task.key}.eval_kwargs, or declare held_out in the class (docs/embedding.md)"
+    )

@@ -7,7 +7,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from runtime.observe.trace import wall_s
+from rubato.runtime.observe.trace import wall_s
 
 
 class RenderError(ValueError):
@@ -71,18 +71,12 @@ def _is_map(value: Any) -> bool:
 def template_of(folder: Path) -> str:
     """The chat template of a model folder. Raises ValueError, one sentence, where it has none."""
     file = folder / "chat_template.jinja"
-    found = (
-        file.read_text(encoding="utf-8")
-        if file.is_file()
-        else _read_json(folder / "tokenizer_config.json").get("chat_template")
-    )
+    found = file.read_text(encoding="utf-8") if file.is_file() else _read_json(folder / "tokenizer_config.json").get("chat_template")
     if isinstance(found, list):  # several named templates
         named = {entry["name"]: entry["template"] for entry in cast("list[dict[str, str]]", found)}
         found = named.get("default")
     if not found:
-        raise ValueError(
-            f"model folder {folder} has no chat template (chat_template.jinja or in tokenizer_config.json)"
-        )
+        raise ValueError(f"model folder {folder} has no chat template (chat_template.jinja or in tokenizer_config.json)")
     return cast("str", found)
 
 
@@ -158,9 +152,7 @@ def _environment() -> Any:
         escaped = (c if c.isascii() or c in marks else json.dumps(c)[1:-1] for c in text)
         return "".join(escaped) if ensure_ascii else text
 
-    env = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
-    )
+    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"])
     env.filters["tojson"] = tojson
     env.globals["raise_exception"] = refuse
     env.globals["strftime_now"] = strftime_now

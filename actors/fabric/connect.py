@@ -6,14 +6,14 @@ from pathlib import Path
 
 import httpx
 
-from actors.fabric.driver import BadCredentials, Login, OcsDriver, SwitchUnreachable
-from actors.fabric.restconf import Restconf, SonicDriver
-from actors.fabric.section import OCS, FabricSection
-from actors.messages.fabric import FindSwitch, SwitchRequest
-from bus.errors import AskFailed
-from runtime.courier import Ref
-from runtime.errors import ConfigError
-from runtime.importer import check_module, load_configured
+from rubato.actors.fabric.driver import BadCredentials, Login, OcsDriver, SwitchUnreachable
+from rubato.actors.fabric.restconf import Restconf, SonicDriver
+from rubato.actors.fabric.section import OCS, FabricSection
+from rubato.actors.messages.fabric import FindSwitch, SwitchRequest
+from rubato.bus.errors import AskFailed
+from rubato.runtime.courier import Ref
+from rubato.runtime.errors import ConfigError
+from rubato.runtime.importer import check_module, load_configured
 
 BUS_URL = "http://optical-switch.invalid"
 """Stands for the switch that is reached over the bus; the name never resolves."""
@@ -59,9 +59,7 @@ def check_driver(section: FabricSection) -> None:
     try:
         check_module(section.driver_path, key="fabric.driver")
     except ConfigError as error:
-        raise ConfigError(
-            f"{error} The drivers of {', '.join(OCS)} are a package: pip install ./plugins/ocs"
-        ) from error
+        raise ConfigError(f"{error} The drivers of {', '.join(OCS)} are a package: pip install ./plugins/ocs") from error
     if section.switch_url.startswith("http"):
         try:
             login(section)

@@ -1,19 +1,19 @@
 """FabricController: gives each phase of the job its circuits, ahead of time once it knows the rhythm of the phases."""
 
 import asyncio
-from contextlib import nullcontext
-from typing import Any
+from collections.abc import Callable, Collection, Generator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
-from actors.config import WeightsSection
-from actors.fabric.asked import RESHARD, AskedCircuits
-from actors.fabric.connect import check_driver, device, emulated
-from actors.fabric.driver import FabricError, NotTheWriter
-from actors.fabric.racks import Racks
-from actors.fabric.reconciler import CircuitLedger, LedgerUnavailable, PortsFailed, Reconciler, Stage
-from actors.fabric.rhythm import Accounts, Aim, Aims, Rhythm
-from actors.fabric.section import FabricSection
-from actors.fabric.templates import Templates, choose
-from actors.messages.fabric import (
+from rubato.actors.config import WeightsSection
+from rubato.actors.fabric.connect import check_driver, device, emulated
+from rubato.actors.fabric.driver import FabricError, NotTheWriter
+from rubato.actors.fabric.reconciler import CircuitLedger, LedgerUnavailable, PortsFailed, Reconciler, Stage
+from rubato.actors.fabric.rhythm import Accounts, Aim, Aims, Rhythm
+from rubato.actors.fabric.section import FabricSection
+from rubato.actors.fabric.templates import Templates, choose
+from rubato.actors.messages.fabric import (
     AskCircuits,
     AwaitCircuits,
     Circuit,
@@ -25,14 +25,21 @@ from actors.messages.fabric import (
     PhaseIntent,
     ReleaseCircuits,
 )
-from planning.circuits import CircuitPlan, Cross, FabricSnapshot, Verdict, plan
-from planning.demand import Links
-from runtime.actor import Actor, handler
-from runtime.config import ActorConfig
-from runtime.importer import check_module
-from runtime.kernel import Kernel
-from runtime.store.errors import StoreUnavailable
-from runtime.store.store import Fence
+from rubato.bus.address import bare
+from rubato.planning.circuits import CircuitPlan, Cross, FabricSnapshot, Verdict, plan
+from rubato.planning.demand import Demand, Links
+from rubato.planning.relay import demands
+from rubato.runtime.actor import Actor, handler
+from rubato.runtime.config import ActorConfig
+from rubato.runtime.importer import check_module
+from rubato.runtime.kernel import Kernel
+from rubato.runtime.store.store import Fence, StoreUnavailable
+
+if TYPE_CHECKING:
+    from rubato.runtime.registry import ActorRecord
+
+RESHARD = "reshard"
+"""Stands for the phase where circuits are asked for."""
 
 LEAD = 2.0
 """A change ahead of time begins this many delays before the phase is expected: a healthy job's phases jitter by less."""
@@ -242,11 +249,7 @@ class FabricController(Actor):
         """Read, plan, reach, account. Raises FabricError when the switch does not do its part."""
         links, scheduled = self._links(aim.phase) if aim.links is None else (aim.links, True)
         # Circuits that were asked for have no template: one that a dead controller was changing to must not stay half dark.
-        if (
-            links is None
-            and (self._racks.names or self._ledger.entry.stage == "changing")
-            and self._templates.book.endpoints
-        ):
+        if links is None and (self._racks.names or self._ledger.entry.stage == "changing") and self._templates.book.endpoints:
             links = self._templates.even()
         if links is None:
             return
@@ -361,3 +364,84 @@ class FabricController(Actor):
                 self._unsaved = False
             except StoreUnavailable as error:
                 self.log.warning("templates_not_saved", error=str(error))
+
+
+class AskedCircuits:
+    """Of the newest epoch; that of an older one is over."""
+
+    def __init__(self) -> None:
+        self.epoch = -1
+        self.lent = False
+        """Whether the asker has them, or is about to, in place of the phase's own."""
+        self._answer: asyncio.Future[str] | None = None
+
+    def begin(self, epoch: int) -> None:
+        self.settle(f"epoch {epoch} was asked for instead")
+        self.epoch, self.lent, self._answer = epoch, True, asyncio.get_running_loop().create_future()
+
+    def settle(self, why_not: str = "") -> None:
+        """They are lit, or `why_not`; the first word counts."""
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_result(why_not)
+
+    @contextmanager
+    def told(self, epoch: int) -> Generator[None]:
+        """The block's outcome is that of the circuits of `epoch`, unless others were asked for meanwhile."""
+        try:
+            yield
+        except Exception as error:
+            if epoch == self.epoch:
+                self.settle(str(error) or type(error).__name__)
+            raise
+        if epoch == self.epoch:
+            self.settle()
+
+    async def outcome(self, epoch: int) -> CircuitsReady | NoCircuits:
+        if epoch != self.epoch or self._answer is None:
+            return NoCircuits(f"epoch {epoch} is not the one that was asked for last, which is {self.epoch}")
+        why_not = await asyncio.shield(self._answer)
+        return NoCircuits(why_not) if why_not else CircuitsReady(epoch)
+
+
+class Racks:
+    """Without racks every actor is an endpoint of its own, and nothing is translated."""
+
+    def __init__(
+        self,
+        racks: Mapping[str, Collection[str]],
+        find: "Callable[[str], ActorRecord | None]",
+        peers: Callable[[str], tuple[str, ...]],
+        *,
+        by_rings: bool,
+    ) -> None:
+        self.names = tuple(racks)
+        self._rack_of = {bare(address): rack for rack, addresses in racks.items() for address in addresses}
+        self._find, self._peers = find, peers
+        self._by_rings = by_rings
+
+    def traffic(self, phase: str, actors: tuple[Demand, ...]) -> tuple[Demand, ...]:
+        """What each rack sends each other one. Weights reach each host once, from the host that it pulls from."""
+        if not self.names:
+            return tuple(each for each in actors if each[2] > 0)
+        found: dict[tuple[str, str], int] = {}
+        for source, target, size_bytes in self._pulled(actors) if phase == "weight_sync" else actors:
+            here, there = self._rack(source), self._rack(target)
+            if here and there and here != there and size_bytes > 0:
+                found[here, there] = found.get((here, there), 0) + size_bytes
+        return tuple((*pair, size_bytes) for pair, size_bytes in found.items())
+
+    def _pulled(self, actors: tuple[Demand, ...]) -> tuple[Demand, ...]:
+        """The hops between node agents by which the hosts of the engines come to what one trainer publishes."""
+        home = next((node for source, _, _ in actors if (node := self._node(source))), "")
+        hosts = {node for _, target, _ in actors if (node := self._node(target))} & set(self._peers("node"))
+        size_bytes = max((size for _, _, size in actors), default=0)
+        return demands(home, hosts, size_bytes, by_rings=self._by_rings) if home else ()
+
+    def _node(self, actor: str) -> str:
+        record = self._find(actor)
+        return record.node if record is not None else ""
+
+    def _rack(self, actor: str) -> str:
+        """Empty for an actor that is gone, or on a host that is in no rack."""
+        record = self._find(actor)
+        return self._rack_of.get(urlsplit(record.public).hostname or "", "") if record is not None else ""

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple, Protocol
 
-from planning.circuits import Cross
+from rubato.planning.circuits import Cross
 
 Status = Literal["tuned", "tuning", "failed", "invalid"]
 """A circuit that carries light; one whose mirrors move; one that a dead port keeps dark; one that lost its port to another."""

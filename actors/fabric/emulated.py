@@ -15,17 +15,17 @@ from typing import Any, NamedTuple
 
 import uvicorn
 
-from actors.fabric.driver import Login, Status
-from actors.fabric.links import links
-from actors.fabric.restconf import BULK, CONFIG, DATA, TABLE, YANG_JSON, entry, parse_id
-from actors.fabric.section import FabricSection
-from actors.gateway.http_server import HttpServer
-from actors.messages.fabric import FindSwitch, SwitchAddress, SwitchReply, SwitchRequest
-from bus.address import bind_listener, host_port, spelt
-from planning.circuits import Cross
-from runtime.actor import Actor, handler
-from runtime.config import ActorConfig
-from runtime.kernel import Kernel
+from rubato.actors.fabric.driver import Login, Status
+from rubato.actors.fabric.links import links
+from rubato.actors.fabric.restconf import BULK, CONFIG, DATA, TABLE, YANG_JSON, entry, parse_id
+from rubato.actors.fabric.section import FabricSection
+from rubato.actors.gateway.http_server import HttpServer
+from rubato.actors.messages.fabric import FindSwitch, SwitchAddress, SwitchReply, SwitchRequest
+from rubato.bus.address import bind_listener, host_port, spelt
+from rubato.planning.circuits import Cross
+from rubato.runtime.actor import Actor, handler
+from rubato.runtime.config import ActorConfig
+from rubato.runtime.kernel import Kernel
 
 
 class OcsDevice:
@@ -38,7 +38,7 @@ class OcsDevice:
         """Ports whose mirrors don't move any more: circuits over them fail."""
         self.num_changes = 0
         self.changed = asyncio.Event()
-        """Set with every update; for whoever follows the light, who clears it."""
+        """Set with every update; the task that follows the light clears it."""
         self._tuned_at: dict[Cross, float | None] = {}
         """Loop time from which each configured circuit carries light; None for an invalid one."""
         self._busy_until = 0.0
@@ -165,9 +165,7 @@ class HttpFront:
         self._socket = bind_listener(*host_port(listen))
         bound = self._socket.getsockname()
         self.url = f"http://{spelt(bound[0])}:{bound[1]}"
-        settings = uvicorn.Config(
-            application(dialect), lifespan="off", log_config=None, access_log=False, ws="none", limit_concurrency=64
-        )
+        settings = uvicorn.Config(application(dialect), lifespan="off", log_config=None, access_log=False, ws="none", limit_concurrency=64)
         self._server = HttpServer(settings)
 
     async def serve(self) -> None:

@@ -12,10 +12,10 @@ from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
 from typing import cast
 
-from actors.fabric.section import FabricSection
-from planning.circuits import Cross
-from planning.demand import Pair
-from runtime.errors import RubatoError
+from rubato.actors.fabric.section import FabricSection
+from rubato.planning.circuits import Cross
+from rubato.planning.demand import Pair
+from rubato.runtime.errors import RubatoError
 
 BURST_KB = 64
 """Of the token bucket: one segment as large as the kernel makes them, or the rate would not be reached."""

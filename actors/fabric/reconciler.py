@@ -11,10 +11,9 @@ from typing import Final, Literal, NamedTuple
 import msgspec
 from structlog.typing import FilteringBoundLogger
 
-from actors.fabric.driver import FabricError, NotTheWriter, NotTuned, OcsDriver, Status, SwitchState, check, text
-from planning.circuits import Cross
-from runtime.store.errors import StoreUnavailable
-from runtime.store.store import Fence, Store
+from rubato.actors.fabric.driver import FabricError, NotTheWriter, NotTuned, OcsDriver, Status, SwitchState, check, text
+from rubato.planning.circuits import Cross
+from rubato.runtime.store.store import Fence, Store, StoreUnavailable
 
 KEY = "fabric/circuits"
 LEASE = "fabric/switch"
@@ -57,7 +56,7 @@ class CircuitLedger:
                 self.entry = CircuitRecord()
 
     async def begin(self, target: tuple[Cross, ...], phase: str, draining: tuple[Cross, ...]) -> None:
-        """Fence: from here on nobody uses what will go dark. Raises NotTheWriter, LedgerUnavailable, or Fenced for a zombie."""
+        """Fence: from here on no traffic takes what will go dark. Raises NotTheWriter, LedgerUnavailable, or Fenced for a zombie."""
         await self.hold()
         good = self.entry.good
         await self._write(CircuitRecord(self.entry.epoch + 1, "changing", phase, good, target, draining))
@@ -109,7 +108,7 @@ class PortsFailed(NotTuned):
 
 
 class Reconciler:
-    """One change at a time. `entered` is told of every stage, when it begins."""
+    """One change at a time. `entered` is called with every stage, when it begins."""
 
     def __init__(
         self,

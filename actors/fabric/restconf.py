@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from actors.fabric.driver import (
+from rubato.actors.fabric.driver import (
     BadAnswer,
     BadCredentials,
     Login,
@@ -22,7 +22,7 @@ from actors.fabric.driver import (
     SwitchTimedOut,
     SwitchUnreachable,
 )
-from planning.circuits import Cross
+from rubato.planning.circuits import Cross
 
 YANG_JSON = "application/yang-data+json"
 """Media type of RESTCONF (RFC 8040)."""
@@ -63,10 +63,7 @@ class Restconf:
         content = None if body is None else json.dumps(body).encode()
         headers = {"accept": YANG_JSON} | ({"content-type": YANG_JSON} if content is not None else {})
         try:
-            async with (
-                asyncio.timeout(self._timeout_s),
-                self._client.stream(method, path, content=content, headers=headers) as answer,
-            ):
+            async with asyncio.timeout(self._timeout_s), self._client.stream(method, path, content=content, headers=headers) as answer:
                 said = await self._read_bounded(answer)
         except (TimeoutError, httpx.TimeoutException) as error:
             late = f"did not answer {method} {path} within {self._timeout_s:g} s"
@@ -76,9 +73,7 @@ class Restconf:
         except RuntimeError as error:  # httpx has no name of its own for it
             if not self._client.is_closed:
                 raise
-            raise SwitchUnreachable(
-                f"{self._where}: the connection was closed before {method} {path} was done"
-            ) from error
+            raise SwitchUnreachable(f"{self._where}: the connection was closed before {method} {path} was done") from error
         if method == "GET" and answer.status_code == httpx.codes.NOT_FOUND:
             return None
         return self._decode(method, path, answer, said)
@@ -144,13 +139,7 @@ def entry(cross: Cross) -> dict[str, str]:
     return {"cross_connect_id": cross_id(cross), "a_side": f"{cross.ingress + 1}A", "b_side": f"{cross.egress + 1}B"}
 
 
-STATUS: dict[str, Status] = {
-    "tuned": "tuned",
-    "tuning": "tuning",
-    "failed": "failed",
-    "blocked": "failed",
-    "invalid": "invalid",
-}
+STATUS: dict[str, Status] = {"tuned": "tuned", "tuning": "tuning", "failed": "failed", "blocked": "failed", "invalid": "invalid"}
 
 WORST: tuple[Status, ...] = ("tuned", "tuning", "failed", "invalid")
 

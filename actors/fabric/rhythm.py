@@ -5,8 +5,8 @@ from collections import deque
 from statistics import median
 from typing import NamedTuple
 
-from planning.demand import Links
-from runtime.observe.figures import Metrics
+from rubato.planning.demand import Links
+from rubato.runtime.observe.figures import Metrics
 
 KEPT = 5
 """Durations remembered per phase: a median of five follows a change within three iterations and shrugs off two outliers."""

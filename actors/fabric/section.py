@@ -8,12 +8,11 @@ from urllib.parse import urlsplit
 import httpx
 from pydantic import Field, field_validator, model_validator
 
-from actors.fabric.driver import SwitchCapabilities
-from bus.address import host_port, is_loopback
-from bus.errors import BadAddress
-from runtime.config import Section
+from rubato.actors.fabric.driver import SwitchCapabilities
+from rubato.bus.address import host_port, is_loopback
+from rubato.bus.errors import BadAddress
+from rubato.runtime.config import Section
 
-MOST_PORT = 65_535
 MOST_S = 3600.0
 """Of any time of the switch's; what takes longer than an hour is no phase's circuits."""
 REQUESTS = 10
@@ -26,17 +25,11 @@ MOST_MULTI_HOP = 16
 """Endpoints of a linear program that takes some tenths of a second: it is solved where the controller's messages wait."""
 
 
-BASELINES: Mapping[str, str] = {
-    "greedy": "sim.rfabric.baselines:greedy",
-    "matching": "sim.rfabric.baselines:matching",
-}
+BASELINES: Mapping[str, str] = {"greedy": "rubato.sim.rfabric.baselines:greedy", "matching": "rubato.sim.rfabric.baselines:matching"}
 """`fabric.planner` → function: what others do, which no job of ours needs; imported only when it is chosen."""
 
 OCS = ("polatis", "netconf")
-DRIVERS: Mapping[str, str] = {
-    "sonic": "actors.fabric.connect:sonic",
-    **{name: f"rubato_ocs.{name}:driver" for name in OCS},
-}
+DRIVERS: Mapping[str, str] = {"sonic": "rubato.actors.fabric.connect:sonic", **{name: f"rubato_ocs.{name}:driver" for name in OCS}}
 """`fabric.driver` → function that makes one of the section; those of OCS are of the package in plugins/ocs."""
 
 
@@ -109,9 +102,7 @@ class FabricSection(Section):
     @classmethod
     def _is_known(cls, driver: str) -> str:
         if driver not in DRIVERS and ":" not in driver:
-            raise ValueError(
-                f"{driver} is not {', '.join(DRIVERS)}, nor a function of yours as package.module:function"
-            )
+            raise ValueError(f"{driver} is not {', '.join(DRIVERS)}, nor a function of yours as package.module:function")
         return driver
 
     @field_validator("planner")
@@ -127,9 +118,7 @@ class FabricSection(Section):
     def _fits(self) -> Self:
         scheme = "ssh://" if self.driver == "netconf" else ("http://", "https://")
         if self.driver in DRIVERS and self.switch_url and not self.switch_url.startswith(scheme):
-            raise ValueError(
-                f"switch_url {self.switch_url!r} is not for driver {self.driver!r}: netconf takes ssh://, the others https://"
-            )
+            raise ValueError(f"switch_url {self.switch_url!r} is not for driver {self.driver!r}: netconf takes ssh://, the others https://")
         if self.switch_url and self.driver in DRIVERS:
             _check_address(self.switch_url)
         if len(self.racks) * self.ports_per_endpoint > self.ports:
@@ -139,9 +128,7 @@ class FabricSection(Section):
         if self.testbed and (len(self.racks) < 2 or not all(self.racks.values())):
             raise ValueError("testbed needs racks: two or more, each with the address of its host")
         if self.planner == "pods" and (not self.racks or sorted(chain(*self.pods.values())) != sorted(self.racks)):
-            raise ValueError(
-                "planner pods needs racks, and pods with every rack in one of them: pods={pod-a: [rack-0, rack-1], …}"
-            )
+            raise ValueError("planner pods needs racks, and pods with every rack in one of them: pods={pod-a: [rack-0, rack-1], …}")
         if self.pods and self.planner != "pods":
             raise ValueError(f"pods are for planner pods, and planner is {self.planner}")
         if self.planner == "multi_hop" and (self.testbed or self.ports // self.ports_per_endpoint > MOST_MULTI_HOP):

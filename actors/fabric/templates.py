@@ -6,16 +6,16 @@ from itertools import chain, combinations
 
 import msgspec
 
-from actors.fabric.rhythm import Rhythm
-from actors.fabric.section import BASELINES, FabricSection
-from planning.demand import Demand, Flows, Links, flows, per_link
-from planning.multihop import LinearProgram, bottleneck, multi_hop, one_hop
-from planning.pods import plan_pods
-from planning.switching import PhaseCost, Schedule, schedule
-from planning.topology import Planner, direct, template
-from runtime.errors import ConfigError
-from runtime.importer import load_configured
-from runtime.store.store import Fence, Store
+from rubato.actors.fabric.rhythm import Rhythm
+from rubato.actors.fabric.section import BASELINES, FabricSection
+from rubato.planning.demand import Demand, Flows, Links, flows, per_link
+from rubato.planning.multihop import LinearProgram, bottleneck, multi_hop, one_hop
+from rubato.planning.pods import plan_pods
+from rubato.planning.switching import PhaseCost, Schedule, schedule
+from rubato.planning.topology import Planner, direct, template
+from rubato.runtime.errors import ConfigError
+from rubato.runtime.importer import load_configured
+from rubato.runtime.store.store import Fence, Store
 
 KEY = "fabric/templates"
 
@@ -147,9 +147,7 @@ def _planner(section: FabricSection) -> Planner:
         return lambda directed, ports: _by_pods(directed, ports, pod_of)
     if name == "multi_hop":
         if find_spec("scipy") is None:
-            raise ConfigError(
-                "fabric.planner multi_hop needs SciPy. Install rubato-rl[fabric], or take another planner."
-            )
+            raise ConfigError("fabric.planner multi_hop needs SciPy. Install rubato-rl[fabric], or take another planner.")
         return lambda directed, ports: multi_hop(directed, ports, solve)
     choose_links: Callable[[Flows, Sequence[int]], Links] = (
         direct if name == "direct" else load_configured(BASELINES.get(name, name), key="fabric.planner")

@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from bus.message import Ack, Message, Request
+from rubato.bus.message import Ack, Message, Request
 
 
 class JobNeeds(Message, frozen=True):

@@ -3,13 +3,10 @@
 What an engine can't do (actors/engines/engine.py: `sleep`, `reconfigure`) fails the ask with a sentence and changes nothing.
 """
 
-from typing import ClassVar, Final
+from typing import ClassVar
 
-from bus.message import Ack, Message, Request
-from planning.engine_info import EngineInfo
-
-GENERATION: Final = "generation"
-"""What an engine provides: whoever needs engines finds them by it, whatever their role is called."""
+from rubato.bus.message import Message, Request
+from rubato.planning.engine_info import EngineInfo
 
 
 class Obeyed(Message, frozen=True):
@@ -28,7 +25,7 @@ class SleepEngine(Request[Obeyed], frozen=True):
     idempotent: ClassVar[bool] = True
     level: int = 1
     epoch: int = 0
-    """As that of Reconfigure; 0: of nobody who could be replaced."""
+    """Incarnation of the orchestrator that sends it, as in Reconfigure; 0: the sender has none, and is never refused."""
 
 
 class WakeEngine(Request[Obeyed], frozen=True):
@@ -41,15 +38,8 @@ class WakeEngine(Request[Obeyed], frozen=True):
 
 
 class Reconfigure(Request[Obeyed], frozen=True):
-    """Let `degree` GPUs share each layer. Refused where one of a later `epoch` was carried out: it is an order of before."""
+    """Let `degree` GPUs share each layer. Refused where an order of a later `epoch` was carried out: its sender was replaced."""
 
     idempotent: ClassVar[bool] = True
     degree: int
     epoch: int
-
-
-class InfoChanged(Request[Ack], frozen=True):
-    """Engine → proxies: what decides which requests it gets is now this."""
-
-    idempotent: ClassVar[bool] = True
-    info: EngineInfo

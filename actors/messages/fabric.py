@@ -4,7 +4,7 @@ from typing import ClassVar, Literal
 
 import msgspec
 
-from bus.message import Message, Request
+from rubato.bus.message import Message, Request
 
 Phase = Literal["rollout", "train_step", "weight_sync"]
 

@@ -1,12 +1,15 @@
 """Generation: what environment managers ask of the proxy, and the proxy of engines."""
 
-from typing import ClassVar
+from typing import ClassVar, Final
 
 import msgspec
 
-from actors.messages.weights import WeightsDigest
-from bus.message import Ack, Message, Request
-from planning.engine_info import EngineInfo, WeightsNeed
+from rubato.actors.messages.weights import WeightsDigest
+from rubato.bus.message import Ack, Message, Request
+from rubato.planning.engine_info import EngineInfo, WeightsNeed
+
+GENERATION: Final = "generation"
+"""Service that engines provide: actors find engines by it, whatever their role is called."""
 
 
 class Sampling(msgspec.Struct, frozen=True, array_like=True):
@@ -178,11 +181,13 @@ class TokensSampled(Message, frozen=True):
     """Engine → proxy, every few decode steps: progress of running requests, so that an engine's death costs few tokens.
 
     Each entry holds the tokens since the last report of that request; its spans are positions in the whole completion (resumed
-    tokens counted), so that whoever missed a report sees the gap.
+    tokens counted), so that a proxy that missed a report sees the gap.
     """
 
     engine: str
     progress: tuple[tuple[str, Tokens], ...]
+    names: dict[str, str] = {}
+    """Request id → name of the weights that it is sampled under, of those where that is not ""."""
 
 
 class EngineStatus(Message, frozen=True):
@@ -208,7 +213,7 @@ class StepsMeasured(Message, frozen=True):
 
     engine: str
     steps: tuple[float, ...]
-    """Values of a planning.step_cost.StepSums, which only grow; empty where the engine does not observe its steps."""
+    """Values of a rubato.planning.step_sums.StepSums, which only grow; empty where the engine does not observe its steps."""
 
 
 class Measure(Request[StepsMeasured], frozen=True):
@@ -227,3 +232,10 @@ class Resume(Request[Ack], frozen=True):
     """Go on decoding after Suspend."""
 
     idempotent: ClassVar[bool] = True
+
+
+class InfoChanged(Request[Ack], frozen=True):
+    """Engine → proxies: what decides which requests it gets is now this."""
+
+    idempotent: ClassVar[bool] = True
+    info: EngineInfo

@@ -1,14 +1,14 @@
 """Requests that move from one engine to another: what planners ask of the proxy, the proxy of the source, and the target of the source.
 
 The source parks the request (prepare). Then it decides once what becomes of it: the target takes it (commit), or it is kept and goes on
-where it was (abort, or nobody came for it in time). `epoch` numbers the moves of a request, so that what belongs to an earlier one has
+where it was (abort, or the target did not come in time). `epoch` numbers the moves of a request, so that what belongs to an earlier one has
 no effect.
 """
 
 from typing import ClassVar
 
-from actors.messages.generation import Tokens
-from bus.message import Ack, Buffer, Message, Request
+from rubato.actors.messages.generation import Tokens
+from rubato.bus.message import Ack, Buffer, Message, Request
 
 
 class Moved(Message, frozen=True):
@@ -30,7 +30,7 @@ class Move(Request[Moved | NotMoved], frozen=True):
     request_id: str
     target: str
     epoch: int = 0
-    """Of the orchestrator that orders it: refused once the proxy was asked by a later one. 0: of nobody who could be replaced."""
+    """Incarnation of the orchestrator that sends it: refused once a later one asked the proxy. 0: the sender has none; never refused."""
 
 
 class MovePrepared(Message, frozen=True):
@@ -79,7 +79,7 @@ class TakeMove(Request[Ack | NotMoved], frozen=True):
 
 
 class CachePart(Message, frozen=True):
-    """Bytes of a KV cache, as actors.engines.engine.Cache has it, from the asked offset on; none where it is gone."""
+    """Bytes of a KV cache, as rubato.actors.engines.engine.Cache has it, from the asked offset on; none where it is gone."""
 
     data: Buffer
     size_bytes: int = 0

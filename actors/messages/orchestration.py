@@ -4,8 +4,8 @@ from typing import ClassVar
 
 import msgspec
 
-from bus.message import Message, Request
-from planning.engine_info import EngineInfo
+from rubato.bus.message import Message, Request
+from rubato.planning.engine_info import EngineInfo
 
 
 class RequestSeen(msgspec.Struct, frozen=True, array_like=True):

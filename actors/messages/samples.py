@@ -7,8 +7,8 @@ from typing import ClassVar, Literal
 
 import msgspec
 
-from actors.messages.generation import VersionSpan
-from bus.message import Ack, Buffer, Message, Request
+from rubato.actors.messages.generation import VersionSpan
+from rubato.bus.message import Ack, Buffer, Message, Request
 
 Purpose = Literal["train", "eval"]
 
@@ -283,9 +283,7 @@ class Batch(Message, frozen=True):
     """Metrics of the step from batch policies, for its row."""
 
     @classmethod
-    def of(
-        cls, step: int, groups: Sequence[Sequence[bytes]], receipt: bytes, figures: dict[str, float] | None = None
-    ) -> "Batch":
+    def of(cls, step: int, groups: Sequence[Sequence[bytes]], receipt: bytes, figures: dict[str, float] | None = None) -> "Batch":
         """A batch of these `groups`, each of MessagePack-encoded Trajectory."""
         whole = memoryview(msgspec.msgpack.encode(groups))
         parts = tuple(Buffer(whole[at : at + PART_BYTES]) for at in range(0, len(whole), PART_BYTES))

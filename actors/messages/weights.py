@@ -1,10 +1,10 @@
-"""Weights: announced as a hint, pulled by whoever needs them."""
+"""Weights: announced as a hint, pulled by the actors that need them."""
 
 from typing import ClassVar
 
 import msgspec
 
-from bus.message import Message, Request
+from rubato.bus.message import Message, Request
 
 
 class WeightsPublished(Message, frozen=True):
@@ -22,7 +22,7 @@ class WeightsPublished(Message, frozen=True):
 
 
 class WeightsDigest(msgspec.Struct, frozen=True, array_like=True):
-    """Of tensors that an engine computes with, at `actors.checkpoints.model_folder.sampled_slices` of the version that it says it has."""
+    """Of tensors that an engine computes with, at `rubato.actors.checkpoints.model_folder.sampled_slices` of the version that it says it has."""
 
     dtype: str
     """float32 or bfloat16: what it computes in."""

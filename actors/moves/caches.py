@@ -3,14 +3,14 @@
 import asyncio
 from typing import TYPE_CHECKING
 
-from actors.engines.engine import Cache
-from actors.messages.moves import CachePart, FetchCache
-from bus.errors import AskFailed
-from bus.message import Buffer
-from planning.moves import Rate
+from rubato.actors.engines.engine import Cache
+from rubato.actors.messages.moves import CachePart, FetchCache
+from rubato.bus.errors import AskFailed
+from rubato.bus.message import Buffer
+from rubato.planning.moves import Rate
 
 if TYPE_CHECKING:
-    from runtime.courier import Ref
+    from rubato.runtime.courier import Ref
 
 PART_BYTES = 2 << 20
 """Size of a part: half of what a link may have under way, so that other messages pass between them."""
@@ -42,7 +42,7 @@ class Caches:
             self._look()
 
     def forget(self) -> None:
-        """New weights: nobody can use what is kept, nor will who went away without it."""
+        """Drop all caches: under new weights no engine can use them, nor will one that its request left without."""
         self._kept.clear()
         self._look()
 
@@ -69,9 +69,7 @@ class Caches:
             return CachePart(Buffer(b""))
         if end >= len(cache.data):
             self.take(asked.request_id, asked.epoch)
-        return CachePart(
-            Buffer(cache.data[asked.offset : end]), len(cache.data), cache.version, cache.shape, cache.dtype
-        )
+        return CachePart(Buffer(cache.data[asked.offset : end]), len(cache.data), cache.version, cache.shape, cache.dtype)
 
     async def fetch(self, source: "Ref", request_id: str, epoch: int = 0) -> Cache | None:
         """The whole cache; None where it is gone, or not the same any more, or its engine is gone."""

@@ -10,29 +10,18 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
-from actors.engines.engine import CACHE, EXPORT, Engine, EngineError, Work, capabilities
-from actors.engines.hooks import EngineHook
-from actors.engines.weights import WeightsPuller
-from actors.messages.engines import GENERATION
-from actors.messages.generation import GenerateReply, HandedOver, MovedFrom
-from actors.messages.moves import (
-    AbortMove,
-    AwaitCaches,
-    CachePart,
-    FetchCache,
-    MovePrepared,
-    NotMoved,
-    PrepareMove,
-    TakeMove,
-)
-from actors.moves.caches import Caches
-from bus.errors import AskFailed
-from bus.message import Ack
-from planning.moves import Carry, Rate, Transfer, carry
-from runtime.actor import Actor, handler
+from rubato.actors.engines.engine import CACHE, EXPORT, Engine, EngineError, EngineHook, Work, capabilities
+from rubato.actors.engines.weights import WeightsPuller
+from rubato.actors.messages.generation import GENERATION, GenerateReply, HandedOver, MovedFrom
+from rubato.actors.messages.moves import AbortMove, AwaitCaches, CachePart, FetchCache, MovePrepared, NotMoved, PrepareMove, TakeMove
+from rubato.actors.moves.caches import Caches
+from rubato.bus.errors import AskFailed
+from rubato.bus.message import Ack
+from rubato.planning.moves import Carry, Rate, Transfer, carry
+from rubato.runtime.actor import Actor, handler
 
 if TYPE_CHECKING:
-    from actors.engines.worker import EngineRequest, EngineWorker
+    from rubato.actors.engines.worker import EngineRequest, EngineWorker
 
 HOLD_S = 10.0
 """A parked request that its target has not taken by then is kept."""
@@ -44,7 +33,7 @@ PAUSE_S = 0.2
 """Between two attempts to reach the source."""
 
 FATES_KEPT = 1024
-"""Moves whose outcome is known for whoever asks late; the oldest is forgotten first."""
+"""Moves whose outcome is kept for late askers; the oldest is forgotten first."""
 
 
 class OutgoingMove:
@@ -92,7 +81,7 @@ class Departures:
         self._bytes_per_token = 0.0
         self._exports = Rate()
         self._passed_over = 0
-        """Requests that left their caches behind, since one took its own along."""
+        """Number of requests that left without their KV cache since the last one that took it along."""
 
     async def prepare(
         self, engine: Engine, shared: "EngineRequest", leaving: Leaving, order: PrepareMove, weights: WeightsPuller
@@ -103,7 +92,7 @@ class Departures:
             return NotMoved(f"{name} can't give a request away: its engine has not the capability {EXPORT}")
         before = self._parked.get(order.request_id)
         if before is not None and (order.epoch <= before.epoch or not before.is_decided):
-            return NotMoved(f"{order.request_id} moves already, or this is an order of before")
+            return NotMoved(f"{order.request_id} moves already, or had an order of a later epoch")
         leaving.parked, leaving.target = OutgoingMove(order.epoch), order.target
         leaving.exported = asyncio.get_running_loop().create_future()
         parked = leaving.parked
@@ -161,9 +150,7 @@ class Departures:
         ways = [rate for rate in (self._caches.link.bytes_s, self._exports.bytes_s) if rate]
         link_bytes_s = 1 / sum(1 / rate for rate in ways) if self._caches.link.bytes_s else 0.0
         prefill = engine.load().prefill_tokens_s
-        return Transfer(
-            tokens, tokens - 1, self._bytes_per_token, link_bytes_s, prefill, same_weights, self._passed_over
-        )
+        return Transfer(tokens, tokens - 1, self._bytes_per_token, link_bytes_s, prefill, same_weights, self._passed_over)
 
     def _remember(self, request_id: str, parked: OutgoingMove) -> None:
         self._parked.pop(request_id, None)
@@ -185,9 +172,7 @@ class Departures:
             if isinstance(reply, NotMoved):
                 return None
             if reply is not None:
-                return work._replace(
-                    cache=await self._caches.fetch(self._actor.ref(moved.source), request_id, moved.epoch)
-                )
+                return work._replace(cache=await self._caches.fetch(self._actor.ref(moved.source), request_id, moved.epoch))
             if loop.time() > give_up_at:
                 return None
             await asyncio.sleep(PAUSE_S)
@@ -224,7 +209,7 @@ class EngineMoves(EngineHook):
 
     @handler(concurrency=64, outlives_asker=True)
     async def prepare_move(self, request: PrepareMove) -> MovePrepared | NotMoved:
-        """Goes on where the proxy died meanwhile: then nobody comes for the request, and it is kept."""
+        """Goes on where the proxy died meanwhile: then no target comes for the request, and it stays here."""
         engine, weights = self.worker.started()
         shared = self.worker.requests.running.get(request.request_id)
         if shared is None or not shared.stage or shared.ending or shared.gives_up:

@@ -1,19 +1,18 @@
-"""Carries out what an engine is told to be, one order at a time; the proxies know before the asker does."""
+"""Orders to an engine to sleep, wake or change its degree, one at a time; proxies hear its new state before the sender has its answer."""
 
 import asyncio
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from actors.engines.engine import RECONFIGURE, SLEEP, Engine, EngineDead, EngineError, require
-from actors.engines.hooks import EngineHook
-from actors.messages.engines import Obeyed, Reconfigure, SleepEngine, WakeEngine
-from bus.errors import Failed
-from planning.engine_info import EngineInfo
-from runtime.actor import handler
+from rubato.actors.engines.engine import RECONFIGURE, SLEEP, Engine, EngineDead, EngineError, EngineHook, require
+from rubato.actors.messages.engines import Obeyed, Reconfigure, SleepEngine, WakeEngine
+from rubato.bus.errors import Failed
+from rubato.planning.engine_info import EngineInfo
+from rubato.runtime.actor import handler
 
 if TYPE_CHECKING:
-    from actors.engines.worker import EngineWorker
+    from rubato.actors.engines.worker import EngineWorker
 
 
 class Orders(EngineHook):
@@ -83,6 +82,4 @@ class Orders(EngineHook):
 
     def _check(self, epoch: int) -> None:
         if epoch < self._epoch:
-            raise EngineError(
-                f"epoch={epoch} is an order of before: {self.worker.name} has carried out one of epoch {self._epoch}"
-            )
+            raise EngineError(f"refused an order of epoch {epoch}: {self.worker.name} has carried out one of epoch {self._epoch}")

@@ -12,14 +12,14 @@ from typing import Any
 
 import msgspec
 
-from actors import plugins
-from actors.messages.generation import HandedBack, HandedOver, MovedFrom
-from actors.messages.moves import AbortMove, Move, Moved, MovePrepared, NotMoved, PrepareMove
-from actors.proxy.hooks import ProxyHook
-from actors.proxy.placement import EngineAsk, EngineSeat, ProxyRequest
-from actors.proxy.proxy import LLMProxy
-from bus.errors import AskFailed, NotSent, Refused, Unknown
-from runtime.actor import handler
+from rubato.actors import plugins
+from rubato.actors.messages.generation import HandedBack, HandedOver, MovedFrom
+from rubato.actors.messages.moves import AbortMove, Move, Moved, MovePrepared, NotMoved, PrepareMove
+from rubato.actors.proxy.picker import ProxyHook
+from rubato.actors.proxy.placement import EngineAsk, EngineSeat, ProxyRequest
+from rubato.actors.proxy.proxy import LLMProxy
+from rubato.bus.errors import AskFailed, NotSent, Refused, Unknown
+from rubato.runtime.actor import handler
 
 PREPARE_S = 5.0
 """Limit of parking a request: longer than any decode step."""
@@ -106,9 +106,7 @@ class Moves(ProxyHook):
         self.proxy.ask(target, shared, msgspec.structs.replace(route, moved=moved, cache_at=""))
         return await self._outcome(shared, over, target)
 
-    async def _outcome(
-        self, shared: ProxyRequest, over: "asyncio.Future[bool]", target: EngineSeat
-    ) -> Moved | NotMoved:
+    async def _outcome(self, shared: ProxyRequest, over: "asyncio.Future[bool]", target: EngineSeat) -> Moved | NotMoved:
         try:
             async with asyncio.timeout(MOVE_S):
                 moved = await asyncio.shield(over)
@@ -117,12 +115,10 @@ class Moves(ProxyHook):
             moved = False
         request_id = shared.request.request_id
         self.proxy.log.info("request_moved", request=request_id, target=target.name, moved=moved)
-        return (
-            Moved(target.name) if moved else NotMoved(f"{target.name} did not take {request_id}: it stays, or is over")
-        )
+        return Moved(target.name) if moved else NotMoved(f"{target.name} did not take {request_id}: it stays, or is over")
 
     async def _call_off(self, source: EngineSeat, request_id: str, epoch: int) -> None:
-        """The source goes on now; where it can't be told, it does once nobody came for the request."""
+        """The source goes on now; where it does not hear of this, it does once no target came for the request."""
         try:
             await source.ref.ask(AbortMove(request_id, epoch), timeout=PREPARE_S, retry=False)
         except AskFailed as error:
@@ -145,9 +141,7 @@ class Moves(ProxyHook):
             return self._target_answered(shared, source, target, move, ends=ends)
         return self._source_answered(shared, source, target, move, ends=ends)
 
-    def _source_answered(
-        self, shared: ProxyRequest, source: EngineAsk, target: EngineAsk, move: PendingMove, *, ends: bool
-    ) -> bool:
+    def _source_answered(self, shared: ProxyRequest, source: EngineAsk, target: EngineAsk, move: PendingMove, *, ends: bool) -> bool:
         """It gave the request away, or is gone: the target has it. Or it had kept it, and the answer is the request's."""
         if ends:
             target.future.cancel()
@@ -160,9 +154,7 @@ class Moves(ProxyHook):
         move.over.set_result(True)
         return False
 
-    def _target_answered(
-        self, shared: ProxyRequest, source: EngineAsk, target: EngineAsk, move: PendingMove, *, ends: bool
-    ) -> bool:
+    def _target_answered(self, shared: ProxyRequest, source: EngineAsk, target: EngineAsk, move: PendingMove, *, ends: bool) -> bool:
         """It ended the request, or dropped out: then the source has it."""
         if ends:
             move.over.set_result(True)
@@ -183,7 +175,7 @@ class Moves(ProxyHook):
 
 
 def _ends(asking: "asyncio.Future[Any]") -> bool:
-    """Whether this is an answer to whoever asked for the request; else the other engine has it."""
+    """Whether this answers the request's asker; else the other engine has the request."""
     if asking.cancelled():
         return False
     found = asking.exception() or asking.result()

@@ -4,11 +4,11 @@ import asyncio
 from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import asynccontextmanager
 
-from actors.messages.fabric import AskCircuits, AwaitCircuits, CircuitsPromised, NoCircuits, ReleaseCircuits
-from actors.messages.moves import AwaitCaches
-from bus.errors import AskFailed
-from planning.demand import Demand
-from runtime.actor import Actor
+from rubato.actors.messages.fabric import AskCircuits, AwaitCircuits, CircuitsPromised, NoCircuits, ReleaseCircuits
+from rubato.actors.messages.moves import AwaitCaches
+from rubato.bus.errors import AskFailed
+from rubato.planning.demand import Demand
+from rubato.runtime.actor import Actor
 
 CONTROLLER = "fabric_controller"
 
@@ -34,7 +34,7 @@ class SwitchCircuits:
     async def lit(self, switches: Sequence[str], traffic: Sequence[Demand]) -> AsyncGenerator[None]:
         """The block runs once circuits for `traffic` (bytes between actors) are lit, or it is clear that the electrical path carries it.
 
-        `switches` (or moves) that are made under them are named where somebody asks what they wait for. They are given back afterwards.
+        `switches` (or moves) that are made under them are named in the wait that others see. The circuits are given back afterwards.
         """
         epoch = await self._agree(switches, tuple(traffic)) if traffic and self._actor.peers(CONTROLLER) else 0
         try:
@@ -79,9 +79,7 @@ class SwitchCircuits:
             await self._release(epoch)
             raise
         circuits = "electrical path" if why_not else "lit"
-        self._actor.log.info(
-            "switch_agreed", switch=switch, epoch=epoch, circuits=circuits, why=why_not, traffic=traffic
-        )
+        self._actor.log.info("switch_agreed", switch=switch, epoch=epoch, circuits=circuits, why=why_not, traffic=traffic)
         self._actor.metrics.count("orchestrator/electrical" if why_not else "orchestrator/circuits", len(switches))
         if why_not:
             return 0

@@ -7,13 +7,13 @@ from typing import NamedTuple
 
 from pydantic import ValidationError
 
-from actors import catalog
-from actors.messages.orchestration import RequestSeen
-from planning.demand import Demand
-from planning.engine_info import EngineInfo, EngineProfile
-from planning.language_model import ModelSpec
-from planning.makespan import Instance, Load
-from planning.roofline import Deployment, Roofline
+from rubato.actors import catalog
+from rubato.actors.messages.orchestration import RequestSeen
+from rubato.planning.demand import Demand
+from rubato.planning.engine_info import EngineInfo, EngineProfile
+from rubato.planning.language_model import ModelSpec
+from rubato.planning.makespan import Instance, Load
+from rubato.planning.roofline import Deployment, Roofline
 
 PREFILL = "prefill"
 """What an engine serves that hands each request over once its first token is sampled."""
@@ -47,9 +47,9 @@ class GpuGroup(NamedTuple):
 
 
 def servers(engines: Iterable[EngineInfo], place_of: Callable[[str], str]) -> list[GpuGroup]:
-    """`place_of` names an engine's host and pool; "": nobody knows. None are found then, for GPUs may be shared with that engine.
+    """`place_of` names an engine's host and pool; "": not known. None are found then, for GPUs may be shared with that engine.
 
-    Left out are engines whose hardware nobody says, and those that only prefill: what is due to a request is sampled elsewhere.
+    Skips engines whose hardware is not given, and those that only prefill, for they sample no tokens.
     """
     found: dict[tuple[str, EngineProfile], list[EngineInfo]] = defaultdict(list)
     for each in engines:
@@ -57,10 +57,7 @@ def servers(engines: Iterable[EngineInfo], place_of: Callable[[str], str]) -> li
             if not (place := place_of(each.name)):
                 return []
             found[place, each.profile].append(each)
-    return [
-        GpuGroup(place, profile, tuple(sorted(group, key=lambda each: each.name)))
-        for (place, profile), group in sorted(found.items())
-    ]
+    return [GpuGroup(place, profile, tuple(sorted(group, key=lambda each: each.name))) for (place, profile), group in sorted(found.items())]
 
 
 class Speeds:
@@ -103,10 +100,7 @@ class Speeds:
 
 
 def instances(
-    servers: Iterable[GpuGroup],
-    requests: Iterable[RequestSeen],
-    loaded: Callable[[RequestSeen], Load],
-    settling: Collection[str] = (),
+    servers: Iterable[GpuGroup], requests: Iterable[RequestSeen], loaded: Callable[[RequestSeen], Load], settling: Collection[str] = ()
 ) -> list[Instance]:
     """Engines that are awake and take requests, with theirs; those named in `settling` changed a moment ago."""
     loads: Mapping[str, list[Load]] = defaultdict(list)
@@ -146,7 +140,7 @@ def asleep_with(servers: Iterable[GpuGroup], requests: Iterable[RequestSeen]) ->
     """Where requests of engines that sleep are to go: engines of their server that are awake and take them.
 
     Where every engine of a pool that lives is asleep, a proxy gives them requests, which wait until it wakes. If then another one comes back
-    in time to be given all GPUs, nobody wakes those that sleep.
+    in time to be given all GPUs, those that sleep are not woken.
     """
     found: dict[str, str] = {}
     waiting = [each for each in requests if each.engine and not each.moves]
@@ -158,9 +152,7 @@ def asleep_with(servers: Iterable[GpuGroup], requests: Iterable[RequestSeen]) ->
     return found
 
 
-def cache_traffic(
-    server: GpuGroup, requests: Iterable[RequestSeen], to: Mapping[str, str], model: ModelSpec
-) -> tuple[Demand, ...]:
+def cache_traffic(server: GpuGroup, requests: Iterable[RequestSeen], to: Mapping[str, str], model: ModelSpec) -> tuple[Demand, ...]:
     """Bytes of KV cache between engines, where requests change engines as `to` (by request id) says; none that is computed again."""
     if server.restart_s:
         return ()

@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from actors.messages.orchestration import RequestEnded, RequestSeen, Surveyed, TrajectorySeen
-from planning.forecast import WINDOW, Forecast, Over, Remaining, Seen, fit, over
+from rubato.actors.messages.orchestration import RequestEnded, RequestSeen, Surveyed, TrajectorySeen
+from rubato.planning.forecast import WINDOW, Forecast, Over, Remaining, Seen, fit, over
 
 STEPS_KEPT = 2 * WINDOW
 """Requests of one prompt are compared over so many steps."""
@@ -27,7 +27,7 @@ class Expected(NamedTuple):
 
 
 class Underway(NamedTuple):
-    """A rollout, or a request that nobody's rollout asked for, as far as it is."""
+    """A rollout, or a request that belongs to none, as far as it is."""
 
     name: str
     request: str
@@ -55,7 +55,7 @@ class _Step(NamedTuple):
 
 
 class Lengths:
-    """A step is what asks for the same weights, or ends before nothing of it is under way any more."""
+    """Lengths of requests, by step. A step ends when newer weights are asked for, or when none that ran at the last look is left."""
 
     known = False
     """Each request's own length, instead of how lengths are distributed."""
@@ -113,7 +113,7 @@ class Lengths:
 
 
 def _told(ended: Iterable[RequestEnded]) -> tuple[int, float]:
-    """Tokens and seconds of the turns of those that told of them."""
+    """Tokens and seconds of the turns that reported their seconds."""
     known = [each for each in ended if each.generate_s > 0]
     return sum(each.sampled for each in known), sum(each.generate_s for each in known)
 

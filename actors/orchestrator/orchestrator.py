@@ -10,23 +10,14 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property, partial
 
-from actors.catalog import shape_of
-from actors.config import ModelSection
-from actors.messages.orchestration import RequestSeen, Surveyed
-from actors.orchestrator.circuits import SwitchCircuits
-from actors.orchestrator.fleet import (
-    GpuGroup,
-    Speeds,
-    asleep_with,
-    cache_traffic,
-    expected,
-    instances,
-    load,
-    servers,
-)
-from actors.orchestrator.lengths import Lengths, Underway, underway
-from actors.orchestrator.section import REBALANCE, SWITCH, OrchestratorSection, check_orchestrator
-from actors.orchestrator.switches import (
+from rubato.actors.catalog import shape_of
+from rubato.actors.config import ModelSection
+from rubato.actors.messages.orchestration import RequestSeen, Surveyed
+from rubato.actors.orchestrator.circuits import SwitchCircuits
+from rubato.actors.orchestrator.fleet import GpuGroup, Speeds, asleep_with, cache_traffic, expected, instances, load, servers
+from rubato.actors.orchestrator.lengths import Lengths, Underway, underway
+from rubato.actors.orchestrator.section import REBALANCE, SWITCH, OrchestratorSection, check_orchestrator
+from rubato.actors.orchestrator.switches import (
     CommandFailed,
     Commands,
     Reshape,
@@ -38,18 +29,18 @@ from actors.orchestrator.switches import (
     as_step,
     reset,
 )
-from planning.demand import Demand
-from planning.engine_info import EngineProfile
-from planning.forecast import Remaining
-from planning.language_model import ModelSpec
-from planning.makespan import Load
-from planning.parallelism import HORIZON, coming, within
-from planning.rebalance import Rebalance, rebalance
-from runtime.actor import Actor
-from runtime.config import ActorConfig
-from runtime.config import Config as Job
-from runtime.kernel import Kernel
-from runtime.observe.figures import Metrics
+from rubato.planning.demand import Demand
+from rubato.planning.engine_info import EngineProfile
+from rubato.planning.forecast import Remaining
+from rubato.planning.language_model import ModelSpec
+from rubato.planning.makespan import Load
+from rubato.planning.parallelism import HORIZON, coming, within
+from rubato.planning.rebalance import Rebalance, rebalance
+from rubato.runtime.actor import Actor
+from rubato.runtime.config import ActorConfig
+from rubato.runtime.config import Config as Job
+from rubato.runtime.kernel import Kernel
+from rubato.runtime.observe.figures import Metrics
 
 REST = 10
 """Periods of rebalancing in which a request moves once at most."""
@@ -160,11 +151,9 @@ class Orchestrator(Actor):
         return record.pool if record is not None else ""
 
     async def _put_right(self, server: GpuGroup) -> None:
-        """Somebody died in a switch: its engines are started over as they were, and what slept without an owner is awake."""
+        """Repair a server whose degrees do not add up, since an actor died in a switch: its engines are as at their start, and awake."""
         before = {each.name: Shape(each.degree, each.asleep) for each in server.engines}
-        text = ", ".join(
-            f"{each.name} {'asleep' if each.asleep else f'of degree {each.degree}'}" for each in server.engines
-        )
+        text = ", ".join(f"{each.name} {'asleep' if each.asleep else f'of degree {each.degree}'}" for each in server.engines)
         self.log.warning("server_put_right", engines=text, degree=server.profile.degree)
         await self._commands.shape(reset(server.engines, server.profile.degree), before)
         self._changed(before)
@@ -227,9 +216,7 @@ class Orchestrator(Actor):
                 changes[server] = change
         return await self._carry_out(changes, surveyed)
 
-    async def _step_plan(
-        self, server: GpuGroup, requests: Sequence[RequestSeen], lengths: Mapping[str, Remaining]
-    ) -> Reshape | None:
+    async def _step_plan(self, server: GpuGroup, requests: Sequence[RequestSeen], lengths: Mapping[str, Remaining]) -> Reshape | None:
         loads = [_load(each, lengths, server.profile.scale) for each in requests]
         current = [each.degree for each in server.engines if not each.asleep]
         planned = partial(coming, loads, server.gpus, self._speeds.of(server), current, merges=True, steps=HORIZON)
@@ -297,9 +284,7 @@ class Orchestrator(Actor):
         self._moved_s |= dict.fromkeys(moved, self._now())
         self.metrics.count("orchestrator/switches")
         self.metrics.count("orchestrator/moves", len(moved))
-        self.log.info(
-            "switched", switch=change.name, why=change.why, moved=len(moved), seconds=round(self._now() - began, 1)
-        )
+        self.log.info("switched", switch=change.name, why=change.why, moved=len(moved), seconds=round(self._now() - began, 1))
         self.notice(change.why)
 
     def _changed(self, engines: Collection[str]) -> None:

@@ -5,10 +5,10 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import AfterValidator, Field
 
-from actors import catalog
-from actors.config import engine_specs, one_of
-from runtime.config import ActorSpec, Section
-from runtime.config import Config as Job
+from rubato.actors import catalog
+from rubato.actors.config import engine_specs, one_of
+from rubato.runtime.config import ActorSpec, Section
+from rubato.runtime.config import Config as Job
 
 REBALANCE, SWITCH = PLANNERS = ("rebalance", "switch")
 
@@ -73,7 +73,7 @@ def check_orchestrator(job: Job) -> None:
     if engine.pace is None and SWITCH in section.planners:
         _check_devices(job)
     if job.bus.host or not pools:
-        return  # other hosts may bring as many as it takes; that nobody decodes is for the proxy to say
+        return  # other hosts may bring as many as it takes; if no engine decodes, the proxy says so
     if all(pool.engines < 2 for pool in pools):
         raise ValueError(f"orchestrator.enabled is true, but {_alone(pools)}: add engines")
     for degree in section.degrees:
@@ -86,7 +86,7 @@ class _Pool(NamedTuple):
     name: str
     engines: int
     degree: int
-    """GPUs of each at its start; 0 where nobody can tell here."""
+    """GPUs of each at its start; 0 where this host does not show it."""
 
     def takes(self, degree: int) -> bool:
         return not self.degree or (degree % self.degree == 0 and (self.engines * self.degree) % degree == 0)
@@ -107,11 +107,7 @@ def _pools_of(spec: ActorSpec, engine: Any) -> list[_Pool]:
     # A job is checked once more with the keys of each pool, as if all had them: then the others' own degree is not known.
     differ = any(key.startswith(("engine.pace", "engine.vllm")) for pool in spec.pools.values() for key in pool.set)
     return [
-        _Pool(
-            name,
-            pool.count,
-            int(next((pool.set[key] for key in DEGREES if key in pool.set), 0 if differ else engine.degree)),
-        )
+        _Pool(name, pool.count, int(next((pool.set[key] for key in DEGREES if key in pool.set), 0 if differ else engine.degree)))
         for name, pool in spec.pools.items()
         if pool.set.get("engine.serves", engine.serves) != "prefill"
     ]

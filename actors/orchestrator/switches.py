@@ -1,7 +1,7 @@
 """Plans for the engines of one server, carried out: moves of requests, and engines that merge and split, in two phases.
 
 Prepare: requests leave the engines that are to sleep, one by one and while all others go on, and these sleep, so that no request comes to
-them. Commit: engines have their new degrees. What fails before the commit is over is taken back; what can't be, because somebody is gone, is
+them. Commit: engines have their new degrees. What fails before the commit is over is taken back; what can't be, since an actor is gone, is
 found by the next look at the engines, whose state is the only one there is.
 """
 
@@ -10,15 +10,15 @@ from collections.abc import Awaitable, Collection, Iterable, Mapping, Sequence
 from itertools import cycle
 from typing import Any, NamedTuple
 
-from actors.messages.engines import Obeyed, Reconfigure, SleepEngine, WakeEngine
-from actors.messages.moves import Move, Moved
-from actors.messages.orchestration import OutOfDate, Survey, Surveyed
-from actors.orchestrator.fleet import GpuGroup
-from bus.errors import AskFailed, BusError
-from bus.message import Request
-from planning.engine_info import EngineInfo
-from planning.parallelism import Change, StepPlan
-from runtime.actor import Actor
+from rubato.actors.messages.engines import Obeyed, Reconfigure, SleepEngine, WakeEngine
+from rubato.actors.messages.moves import Move, Moved
+from rubato.actors.messages.orchestration import OutOfDate, Survey, Surveyed
+from rubato.actors.orchestrator.fleet import GpuGroup
+from rubato.bus.errors import AskFailed, BusError
+from rubato.bus.message import Request
+from rubato.planning.engine_info import EngineInfo
+from rubato.planning.parallelism import Change, StepPlan
+from rubato.runtime.actor import Actor
 
 SURVEY_S = 5.0
 MOVE_S = 40.0
@@ -147,9 +147,7 @@ class Commands:
         smaller = [name for name in awake if not before[name].asleep and wanted[name].degree < before[name].degree]
         await all_tried(self._be(name, Reconfigure(wanted[name].degree, epoch)) for name in smaller)
         await all_tried(
-            self._be(name, SleepEngine(epoch=epoch))
-            for name, want in wanted.items()
-            if want.asleep and not before[name].asleep
+            self._be(name, SleepEngine(epoch=epoch)) for name, want in wanted.items() if want.asleep and not before[name].asleep
         )
         await all_tried(self._be(name, WakeEngine(epoch)) for name in awake if before[name].asleep)
         others = [name for name in awake if name not in smaller and wanted[name].degree != before[name].degree]
@@ -228,9 +226,7 @@ def as_merge(server: GpuGroup, change: Change) -> Reshape:
     """The engine with the largest cache stays, for the others' requests travel."""
     by_name = {each.name: each for each in server.engines}
     keeps = max(change.old, key=lambda name: (by_name[name].degree, name))
-    wanted = {
-        name: Shape(change.degree) if name == keeps else Shape(server.profile.degree, True) for name in change.old
-    }
+    wanted = {name: Shape(change.degree) if name == keeps else Shape(server.profile.degree, True) for name in change.old}
     requests = dict.fromkeys(change.parts[0], keeps)
     return Reshape(f"merge {' + '.join(change.old)}", wanted, requests, change.why)
 
@@ -263,7 +259,5 @@ def as_step(server: GpuGroup, plan: StepPlan, here: Collection[str]) -> Reshape:
             taken[place] = free.pop(0)
     wanted = {each.name: Shape(server.profile.degree, True) for each in free}
     wanted |= {each.name: Shape(plan.degrees[place]) for place, each in taken.items()}
-    requests = {
-        request: each.name for place, each in taken.items() for request in plan.assigned[place] if request in here
-    }
+    requests = {request: each.name for place, each in taken.items() for request in plan.assigned[place] if request in here}
     return Reshape(f"shape for the step of {server.engines[0].name}", wanted, requests, plan.why)

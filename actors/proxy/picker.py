@@ -3,14 +3,16 @@
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from actors import plugins
-from actors.messages.generation import GenerateReply, Route
-from planning.routing import Choice, Wait, choose
-from runtime.actor import Actor
-from runtime.importer import load_object
+from rubato.actors import plugins
+from rubato.actors.messages.generation import Aborted, Completion, Generate, GenerateReply, NotItsTurn, Route
+from rubato.planning.engine_info import EngineInfo
+from rubato.planning.routing import Choice, Wait, choose
+from rubato.runtime.actor import Actor, Handles
+from rubato.runtime.importer import load_object
 
 if TYPE_CHECKING:
-    from actors.proxy.placement import EngineSeat, ProxyRequest
+    from rubato.actors.proxy.placement import EngineSeat, ProxyRequest
+    from rubato.actors.proxy.proxy import LLMProxy
 
 
 class PickerHost(NamedTuple):
@@ -47,7 +49,7 @@ class EnginePicker(Protocol):
         ...
 
     def route(self, request: "ProxyRequest", engine: "EngineSeat") -> Route:
-        """What the engine is told along with the request."""
+        """The route that goes to the engine along with the request."""
         ...
 
     def waits(self, request: "ProxyRequest") -> None:
@@ -63,10 +65,10 @@ class EnginePicker(Protocol):
         """The engine gave the request back or away by this reply, or (None) lost it: it is to be picked for again."""
 
     def ended(self, request: "ProxyRequest", outcome: GenerateReply | Exception) -> None:
-        """Who asked for the request has an answer."""
+        """After the request's asker has an answer."""
 
     def why(self, request: "ProxyRequest") -> str:
-        """Half a sentence for whoever asks what the request waits for; may be empty."""
+        """Half a sentence that says what the request waits for; may be empty."""
         ...
 
     def joined(self, engine: "EngineSeat") -> "EnginePicker":
@@ -99,7 +101,7 @@ class LeastLoaded(EnginePicker):
         return self.least_loaded(request, self.usable(request))
 
     def least_loaded(self, request: "ProxyRequest", engines: "Collection[EngineSeat]") -> str | Wait:
-        """Of these; see planning/routing.py."""
+        """The least loaded of `engines`; see planning/routing.py."""
         asked = request.request
         found = choose(engines, asked.session, asked.weights, self.last_engine(request))
         return found.engine if isinstance(found, Choice) else found
@@ -109,7 +111,7 @@ class LeastLoaded(EnginePicker):
         return self._sessions.get(self.session(request))
 
     def session(self, request: "ProxyRequest") -> str:
-        """What has one KV cache."""
+        """Name of the session, whose requests share one KV cache."""
         return request.request.session
 
     def queue(self, request: "ProxyRequest") -> str:
@@ -144,3 +146,43 @@ def picker_of(host: PickerHost) -> EnginePicker:
     if config.proxy.picker:
         return load_object(config.proxy.picker)(host)
     return LeastLoaded(host) if path is None else plugins.load(path)(host)
+
+
+class ProxyHook(Handles):
+    """A mechanism's view of one proxy. Subclass it and override what is wanted; messages that it has handlers for (`@handler`) are the
+    proxy's to take.
+
+    `actors/plugins.py` says which there are, and what makes a job have them: a section of the config, the first message of a type, or
+    the first actor of a role. All is called in the proxy's event loop, between two messages, and returns at once.
+    """
+
+    def __init__(self, proxy: "LLMProxy") -> None:
+        self.proxy = proxy
+
+    async def run(self) -> None:
+        """Work of the hook beside requests, as a task of the proxy."""
+
+    def came_or_went(self) -> None:
+        """After a request came, or was answered."""
+
+    def asked(self, engine: "EngineSeat", request: Generate) -> None:
+        """Before an engine is asked."""
+
+    def answered(self, engine: "EngineSeat", reply: GenerateReply) -> None:
+        """After an engine answered."""
+
+    def ended(self, request: "ProxyRequest", outcome: Completion | Aborted | Exception) -> None:
+        """After a request has its answer."""
+
+    def too_late(self, request: Generate, known: "ProxyRequest | None") -> NotItsTurn | None:
+        """Answer to an asker whose deadline passed, where it is not the usual sentence."""
+        return None
+
+    def engine_changed(self, info: EngineInfo) -> None:
+        """After an engine told how it is now."""
+
+    def peers_left(self, names: tuple[str, ...]) -> None:
+        """After these actors went away, or were started again."""
+
+    def version_began(self, version: int) -> None:
+        """After the first token under these weights, on any engine."""

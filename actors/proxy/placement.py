@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
-from actors.gateway.requests import SharedRequest
-from actors.messages.generation import Aborted, Completion, Generate, Route
-from planning.routing import EngineView, Wait
-from runtime.observe.figures import Wait as ShownWait
+from rubato.actors.gateway.requests import SharedRequest
+from rubato.actors.messages.generation import Aborted, Completion, Generate, Route
+from rubato.planning.routing import EngineView, Wait
+from rubato.runtime.observe.figures import Wait as ShownWait
 
 if TYPE_CHECKING:
-    from actors.proxy.picker import EnginePicker
-    from runtime.courier import Ref
+    from rubato.actors.proxy.picker import EnginePicker
+    from rubato.runtime.courier import Ref
 
 
 @dataclass(eq=False)
@@ -83,7 +83,7 @@ class ProxyRequest(SharedRequest):
 
     @property
     def asks(self) -> list[EngineAsk]:
-        """Those that run now: usually one, none while it stands in line."""
+        """Asks that run now: usually one, none while it stands in line."""
         return [ask for ask in (self.second, self.asked) if ask is not None]
 
     def take_away(self, seat: "EngineSeat | None" = None) -> None:
@@ -107,7 +107,7 @@ class EngineSeat(EngineView):
 
 
 EXACT, PASSED, USUAL = 0, 1, 2
-"""Ranks of lanes, the first served first: evaluations; those at whose turn only engines had room that are held at an older version; others."""
+"""Priorities of lanes, highest first: evaluations; requests passed over, since only engines pinned to an older version had room; others."""
 
 
 T = TypeVar("T")
@@ -118,11 +118,11 @@ class Lane(NamedTuple):
 
     rank: int
     name: str
-    """What its members have in common as to the engines that they may use."""
+    """Name of the set of engines that its members may use."""
 
 
 class Line(Generic[T]):
-    """The lanes that somebody stands in."""
+    """The lanes that have members."""
 
     def __init__(self) -> None:
         self._lanes: dict[Lane, deque[tuple[int, T]]] = {}
@@ -135,7 +135,7 @@ class Line(Generic[T]):
         return lane in self._lanes
 
     def add(self, lane: Lane, one: T, *, first: bool = False) -> None:
-        """Stand at the lane's end, or, `first`, before everybody of its rank."""
+        """Stand at the lane's end, or, `first`, before all of its rank."""
         members, number = self._lanes.setdefault(lane, deque()), next(self._numbers)
         if first:
             members.appendleft((-number, one))

@@ -1,16 +1,18 @@
 """LLMProxy: routes requests to engines; every request lives on exactly one engine and outlives it."""
 
 import asyncio
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import msgspec
 
-from actors import plugins
-from actors.gateway.requests import Run, SharedRequests
-from actors.messages.engines import GENERATION, InfoChanged
-from actors.messages.generation import (
+from rubato.actors import plugins
+from rubato.actors.gateway.requests import Run, SharedRequests
+from rubato.actors.messages.generation import (
+    GENERATION,
     Abort,
     Aborted,
     Completion,
@@ -18,39 +20,53 @@ from actors.messages.generation import (
     GenerateReply,
     HandedBack,
     HandedOver,
+    InfoChanged,
+    Inspect,
     NotItsTurn,
     Resume,
     Route,
     Suspend,
     TokensSampled,
 )
-from actors.proxy.hooks import ProxyHook
-from actors.proxy.picker import PickerHost, picker_of
-from actors.proxy.placement import EngineAsk, EngineSeat, Placement, ProxyRequest
-from actors.proxy.roster import Roster
-from actors.proxy.section import ProxyConfig
-from bus.errors import AskFailed, NotSent, Refused, Unknown
-from bus.message import Ack
-from planning.engine_info import WeightsId
-from runtime.actor import Actor, Handles, handler
-from runtime.config import Config as Job
-from runtime.courier import budget, current_trace
-from runtime.errors import NotRunning
-from runtime.importer import check_module
-from runtime.kernel import Kernel
-from runtime.observe.figures import Wait
+from rubato.actors.proxy.picker import PickerHost, ProxyHook, picker_of
+from rubato.actors.proxy.placement import EngineAsk, EngineSeat, Placement, ProxyRequest
+from rubato.actors.proxy.section import ProxyConfig
+from rubato.bus.errors import AskFailed, Failed, NotSent, Refused, Unknown
+from rubato.bus.message import Ack
+from rubato.planning.engine_info import WeightsId
+from rubato.runtime.actor import Actor, Handles, handler
+from rubato.runtime.config import Config as Job
+from rubato.runtime.courier import budget, current_trace
+from rubato.runtime.errors import NotRunning
+from rubato.runtime.importer import check_module
+from rubato.runtime.kernel import Kernel
+from rubato.runtime.observe.figures import Wait
+
+LEAVE_GRACE_S = 0.25
+"""An engine that left is given this long to hand its requests back with all their tokens (it drains) before they go to others with
+those it had streamed (it died)."""
+
+REST_S = 0.2
+"""An engine that refused or could not be reached gets no new request for this long: a failing ask is not repeated in a loop."""
+
+COMMAND_S = 30.0
+"""Limit of one command to one engine: longer than any decode step."""
+
+INSPECT_S = 5.0
+"""Limit of asking one engine for its status, and of waiting for all of them at the start."""
 
 DRAIN_S = 1.0
-"""Requests that take longer are not waited for: nobody begins one here meanwhile, and they may take minutes."""
+"""Longest wait of a drain for requests that run here: none begins meanwhile, and these may take minutes."""
 
 
-class LLMProxy(Actor):
+class LLMProxy(plugins.Hooked[ProxyHook], Actor):
     """Routes Generate to engines. A second ask with the same request id joins the first, or gets its result."""
 
     role = "llm_proxy"
     least = 1
     needs = ("engine",)
     drain_order = 60
+    hook_messages = plugins.PROXY_MESSAGES
 
     class Config(ProxyConfig):
         pass
@@ -77,21 +93,14 @@ class LLMProxy(Actor):
         super().__init__(config, kernel)
         self._section = section = config.proxy
         self._limit = f"proxy.request_timeout_s={section.request_timeout_s:g}"
-        self.requests = SharedRequests(
-            ProxyRequest, self._begin, section.results_kept, section.results_mb, self._cancel, self._too_late
-        )
+        self.requests = SharedRequests(ProxyRequest, self._begin, section.results_kept, section.results_mb, self._cancel, self._too_late)
         self.placement = placement = Placement(section.max_waiting, self._turn)
-        host = PickerHost(
-            self, config, placement.seats, self.requests.running, lambda: placement.num_waiting, placement.look
-        )
+        host = PickerHost(self, config, placement.seats, self.requests.running, lambda: placement.num_waiting, placement.look)
         placement.picker = picker_of(host)
         self._roster = Roster(self, placement, self.requests, lambda seat: self._version_began(seat.info.version))
         self._started = False
-        self.hooks: list[ProxyHook] = []
+        self.begin_hooks(plugins.chosen(plugins.PROXY_HOOKS, config))
         self.plugins = self.hooks
-        self._by_path: dict[str, ProxyHook] = {}
-        for path in plugins.chosen(plugins.PROXY_HOOKS, config):
-            self.hook(path)
         self._newest = -1
         """The newest weight version of which a token was sampled."""
 
@@ -119,26 +128,12 @@ class LLMProxy(Actor):
 
     # -- mechanisms ---------------------------------------------------------------------------------------------------
 
-    def plugin_for(self, tag: str) -> ProxyHook | None:
-        path = plugins.PROXY_MESSAGES.get(tag)
-        return None if path is None else self.hook(path)
-
-    def hook(self, path: str) -> Any:
-        """The hook of that class, which goes along from now on."""
-        found = self._by_path.get(path)
-        if found is None:
-            found = self._by_path[path] = self.make(path)
-            self.hooks.append(found)
-            if self._started:
-                self._run(found)
-        return found
-
-    def make(self, path: str) -> ProxyHook:
-        """A new one."""
-        return plugins.load(path)(self)
+    def came(self, hook: ProxyHook) -> None:
+        if self._started:
+            self._run(hook)
 
     def _meet(self) -> None:
-        """What the actors that are there now bring with them."""
+        """Add the plug-ins that the actors that are there now need."""
         for role, path in plugins.PROXY_PEERS.items():
             if self.peers(role):
                 self.hook(path)
@@ -183,9 +178,7 @@ class LLMProxy(Actor):
             why = f"{num} requests wait for an engine already: add engines, or raise proxy.max_waiting"
             self._end(shared, Aborted(shared.request.request_id, shared.tokens, why))
         else:
-            shared.wait = self._waiting(
-                shared, "a free slot", next((name.rpartition("-")[0] for name in self.peers(GENERATION)), "engine")
-            )
+            shared.wait = self._waiting(shared, "a free slot", next((name.rpartition("-")[0] for name in self.peers(GENERATION)), "engine"))
             self.placement.line_up(shared)
             self.metrics.gauge("proxy/queued", self.placement.num_waiting)
 
@@ -223,7 +216,7 @@ class LLMProxy(Actor):
         """The engine answered or failed, or the request was taken away from it, or this actor stops."""
         try:
             self._settle(shared, ask)
-        except NotRunning:  # nor does whoever stands in line get a seat from an actor that is ending
+        except NotRunning:  # an actor that is ending gives no seat to requests in line
             shared.run.cancel()
 
     def _settle(self, shared: ProxyRequest, ask: EngineAsk) -> None:
@@ -257,7 +250,7 @@ class LLMProxy(Actor):
             self._end(shared, outcome)
 
     def _cancel(self, shared: ProxyRequest) -> None:
-        """Nobody waits for it any more."""
+        """Its last asker is gone."""
         shared.run.cancel()
         if self.placement.leave(shared):
             shared.wait.close()
@@ -291,7 +284,7 @@ class LLMProxy(Actor):
         for hook in self.hooks:
             hook.answered(seat, reply)
         if reply.tokens.spans:
-            self._sampled_under(seat, reply.tokens.spans[-1].version)
+            self._sampled_under(seat, WeightsId(reply.tokens.spans[-1].version, shared.request.weights.adapter))
         match reply:
             case Completion() | Aborted():
                 return reply
@@ -321,21 +314,24 @@ class LLMProxy(Actor):
 
     @handler
     async def tokens_sampled(self, message: TokensSampled) -> None:
-        newest = -1
+        newest: dict[str, int] = {}
         for request_id, tokens in message.progress:
             shared = self.requests.running.get(request_id)
             if shared is not None and shared.engine == message.engine:
                 shared.tokens = shared.tokens.extended(tokens)
             if tokens.spans:
-                newest = max(newest, tokens.spans[-1].version)
+                name = message.names.get(request_id, "")
+                newest[name] = max(newest.get(name, -1), tokens.spans[-1].version)
         seat = self.placement.seats.get(message.engine)
         if seat is not None:
-            self._sampled_under(seat, newest)
+            for name, version in newest.items():
+                self._sampled_under(seat, WeightsId(version, name))
 
-    def _sampled_under(self, seat: EngineSeat, version: int) -> None:
-        if version > seat.info.version:
-            self.placement.changed(seat, holds=(WeightsId(version),))
-        self._version_began(version)
+    def _sampled_under(self, seat: EngineSeat, weights: WeightsId) -> None:
+        if (holds := seat.info.holding(weights)) is not seat.info.holds:
+            self.placement.changed(seat, holds=holds)
+        if not weights.adapter:
+            self._version_began(weights.version)
 
     @handler(concurrency=16)
     async def engine_changed(self, message: InfoChanged) -> Ack:
@@ -347,7 +343,7 @@ class LLMProxy(Actor):
         return Ack()
 
     def _version_began(self, version: int) -> None:
-        """The first token under a new version, on any engine, is told of."""
+        """Note the first token under a new version, on any engine."""
         if version > self._newest:
             self._newest = version
             self.placement.picker.version_began(version)
@@ -382,3 +378,137 @@ class LLMProxy(Actor):
     async def resume(self, request: Resume) -> Ack:
         await self._roster.command_all(request)
         return Ack()
+
+
+@dataclass(eq=False)
+class Roster:
+    """The engines of one proxy, from the moment they are ready until their last request was taken away."""
+
+    actor: Actor
+    placement: Placement
+    requests: SharedRequests[ProxyRequest]
+    on_joined: Callable[[EngineSeat], None]
+
+    def __post_init__(self) -> None:
+        self._inspections: dict[str, asyncio.Task[None]] = {}
+        self._suspended = False
+
+    async def first_look(self) -> None:
+        """Inspect every engine that is ready now."""
+        for name in self.actor.peers(GENERATION):
+            self._welcome(name)
+        if self._inspections:
+            await asyncio.wait(list(self._inspections.values()), timeout=INSPECT_S)
+
+    def changed(self, joined: tuple[str, ...], left: tuple[str, ...]) -> None:
+        """Membership changed; one that is in both restarted, so the old one can hand nothing back."""
+        for name in left:
+            if task := self._inspections.pop(name, None):
+                task.cancel()
+            seat = self.placement.remove(name)
+            if seat is not None and name in joined:
+                self._gone(seat)
+            elif seat is not None:
+                self.actor.spawn(self._farewell(seat), name=f"{self.actor.name}.farewell.{name}")
+        for name in joined:
+            if name in self.actor.peers(GENERATION):
+                self._welcome(name)
+
+    def rest(self, seat: EngineSeat, why: str) -> None:
+        """Give the engine no new request for a moment."""
+        if not seat.resting:
+            self.actor.log.info("engine_rests", engine=seat.name, for_s=REST_S, why=why)
+            seat.resting = True
+            self.placement.changed(seat)
+            self.actor.spawn(self._wake(seat), name=f"{self.actor.name}.rest.{seat.name}")
+
+    # -- commands ---------------------------------------------------------------------------------------------------
+
+    async def command(self, seat: EngineSeat, command: Abort | Suspend | Resume) -> bool:
+        """False when the engine did not carry it out; one that is leaving loses what it runs anyway."""
+        try:
+            await seat.ref.ask(command, timeout=COMMAND_S)
+        except AskFailed as error:
+            what = type(command).__name__
+            self.actor.log.warning("engine_not_commanded", engine=seat.name, command=what, error=str(error))
+            return False
+        return True
+
+    async def command_all(self, command: Suspend | Resume) -> None:
+        """Suspend or resume every engine, and those that join later. Raises Failed naming those still here that did not obey."""
+        self._suspended = isinstance(command, Suspend)
+        seats = list(self.placement.seats.values())
+        for seat in seats:
+            self.placement.changed(seat, suspended=True)
+        async with asyncio.TaskGroup() as tasks:
+            done = [tasks.create_task(self.command(seat, command)) for seat in seats]
+        stubborn: list[str] = []
+        for seat, task in zip(seats, done, strict=True):
+            if task.result():
+                self.placement.changed(seat, suspended=isinstance(command, Suspend))
+            elif self.placement.seats.get(seat.name) is seat:
+                stubborn.append(seat.name)
+        if stubborn:
+            raise Failed(f"{type(command).__name__} did not reach {', '.join(stubborn)}: ask again")
+
+    # -- joining and leaving ----------------------------------------------------------------------------------------
+
+    def _welcome(self, name: str) -> None:
+        if name not in self._inspections and name not in self.placement.seats:
+            task = self.actor.spawn(self._inspect(name), name=f"{self.actor.name}.inspect.{name}")
+            self._inspections[name] = task
+
+    async def _inspect(self, name: str) -> None:
+        """Ask a new engine for its status until it answers or leaves; then it gets requests."""
+        ref, pause_s = self.actor.ref(name), REST_S
+        dropped: set[str] = set()
+        while True:
+            try:
+                if self._suspended:
+                    await ref.ask(Suspend(), timeout=COMMAND_S)
+                status = await ref.ask(Inspect(), timeout=INSPECT_S)
+                # What lives elsewhere now is dropped before it can come back: the engine would take it for what it runs.
+                strays = [i for i in status.running if i in self.requests.running and i not in dropped]
+                for request_id in strays:
+                    await ref.ask(Abort(request_id, "it lives on another engine now"), timeout=COMMAND_S)
+                    dropped.add(request_id)
+                if status.info.suspended == self._suspended and not strays:
+                    break
+                if status.info.suspended and not self._suspended:
+                    await ref.ask(Resume(), timeout=COMMAND_S)
+            except AskFailed as error:
+                self.actor.log.warning("engine_not_inspected", engine=name, error=str(error))
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, INSPECT_S)
+        self._inspections.pop(name, None)
+        seat = EngineSeat(status.info, ref=ref)
+        for request_id in (*status.running, *status.finished):
+            if request_id not in self.requests.running:
+                self.placement.located[request_id] = name
+        self.placement.join(seat)
+        self.actor.log.info("engine_joined", engine=name, version=seat.info.version, num_slots=seat.info.num_slots)
+        self.on_joined(seat)
+
+    async def _farewell(self, seat: EngineSeat) -> None:
+        await asyncio.sleep(LEAVE_GRACE_S)
+        self._gone(seat)
+
+    def _gone(self, seat: EngineSeat) -> None:
+        """Take every request away from an engine that left; they go to others with the tokens they have."""
+        seat.gone = True
+        requests = list(seat.requests.values())
+        for shared in requests:
+            shared.take_away(seat)
+        num = seat.lost + len(requests)
+        tokens = seat.lost_tokens + sum(shared.num_tokens for shared in requests)
+        if num:
+            to = ", ".join(sorted(self.placement.seats)) or "the next engine that is ready"
+            verb = "was drained" if seat.handed_back else "is gone"
+            what = "1 request goes" if num == 1 else f"{num} requests go"
+            self.actor.notice(f"{seat.name} {verb}: {what} to {to} with the {tokens} tokens sampled so far")
+        self.actor.log.info("engine_left", engine=seat.name, requests=num, tokens=tokens)
+
+    async def _wake(self, seat: EngineSeat) -> None:
+        await asyncio.sleep(REST_S)
+        seat.resting = False
+        self.placement.changed(seat)

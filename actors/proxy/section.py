@@ -4,8 +4,8 @@ from typing import Annotated
 
 from pydantic import BeforeValidator
 
-from actors.config import ClusterSection, ProxySection, one_of
-from runtime.config import ActorConfig
+from rubato.actors.config import ClusterSection, ProxySection, one_of
+from rubato.runtime.config import ActorConfig
 
 LEARNED = "learned"
 
@@ -14,9 +14,7 @@ def _given(value: object) -> object:
     if isinstance(value, str) and value:
         return one_of(value, (LEARNED,), ", and no map of tasks to hardware classes")
     if value and not (isinstance(value, dict) and all(isinstance(part, str) for part in (*value, *value.values()))):
-        raise ValueError(
-            f"{value!r} is neither {LEARNED} nor a map of tasks to hardware classes, such as {{math: h20}}"
-        )
+        raise ValueError(f"{value!r} is neither {LEARNED} nor a map of tasks to hardware classes, such as {{math: h20}}")
     return value or {}
 
 

@@ -1,8 +1,8 @@
-"""`python -m actors.report RUN_DIR`, which `report.finish` names."""
+"""`python -m rubato.actors.report RUN_DIR`, which `report.finish` names."""
 
 import sys
 
-from actors.report.summary import main
+from rubato.actors.report.summary import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

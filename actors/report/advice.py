@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from statistics import fmean
 
-from planning.advice import Advice, AdviceView, advise
+from rubato.planning.advice import Advice, AdviceView, advise
 
 STEPS_SEEN = 10
 """Newest steps that advice is made from: enough to average over slow batches, few enough to follow the job."""

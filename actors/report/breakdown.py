@@ -5,12 +5,12 @@ from collections.abc import Collection, Iterable, Mapping
 from numbers import Real
 from typing import Any, Protocol
 
-from actors.config import RESERVED_SCORES
-from actors.messages.samples import MOST_FIGURES, MOST_REWARD
-from bus.message import well_formed
+from rubato.actors.config import RESERVED_SCORES
+from rubato.actors.messages.samples import MOST_FIGURES, MOST_REWARD
+from rubato.bus.message import well_formed
 
 SHOWN = 32
-"""Keys of the environment's info that become metrics: a row is written at each step, and somebody reads it."""
+"""Keys of the environment's info that become metrics: each step writes a row, which has to stay readable."""
 
 LONGEST_KEY = 64
 """Characters; what is longer is no name."""
@@ -27,11 +27,7 @@ class Told(Protocol):
 
 def numbers_of(info: Mapping[Any, Any]) -> dict[str, float]:
     """The finite numbers in `info`, true and false as 1 and 0: the first `MOST_FIGURES` keys by name."""
-    named = (
-        (well_formed(key), _number(value))
-        for key, value in info.items()
-        if isinstance(key, str) and len(key) <= LONGEST_KEY
-    )
+    named = ((well_formed(key), _number(value)) for key, value in info.items() if isinstance(key, str) and len(key) <= LONGEST_KEY)
     return dict(sorted((key, value) for key, value in named if value is not None)[:MOST_FIGURES])
 
 

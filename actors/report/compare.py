@@ -16,12 +16,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from runtime.config.source import differing
-from runtime.errors import ExitCode, LaunchError
-from runtime.launch.folder import CHANGES
-from runtime.monitor.snapshot import Row
-from runtime.monitor.source import RowTail, read_config
-from runtime.monitor.text import BLOCKS, clock
+from rubato.runtime.config.differences import differing
+from rubato.runtime.errors import ExitCode, LaunchError
+from rubato.runtime.launch.folder import CHANGES
+from rubato.runtime.monitor.snapshot import Row
+from rubato.runtime.monitor.source import RowTail, read_config
+from rubato.runtime.monitor.text import BLOCKS, clock
 
 APART = ("run.seed", "run.name", "run.dir", "state.url", "bus.host", "bus.port", "bus.ports")
 """Keys on which runs of one setting may differ."""
@@ -108,19 +108,11 @@ class Setting:
 
 def main(argv: Sequence[str]) -> int:
     """Print tables and curves, or JSON; RubatoError is the caller's to print."""
-    parser = argparse.ArgumentParser(
-        "rubato compare", description="Compare runs: curves, final figures, differing keys."
-    )
+    parser = argparse.ArgumentParser("rubato compare", description="Compare runs: curves, final figures, differing keys.")
     parser.add_argument(
-        "runs",
-        nargs="+",
-        type=Path,
-        metavar="RUN",
-        help="folders of runs; those that differ by their seed alone are averaged",
+        "runs", nargs="+", type=Path, metavar="RUN", help="folders of runs; those that differ by their seed alone are averaged"
     )
-    parser.add_argument(
-        "--metric", action="append", metavar="NAME", help=f"instead of {REWARD} and {HELD_OUT}; may be given again"
-    )
+    parser.add_argument("--metric", action="append", metavar="NAME", help=f"instead of {REWARD} and {HELD_OUT}; may be given again")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     given = parser.parse_args(list(argv))
     runs = [read_run(folder) for folder in dict.fromkeys(given.runs)]
@@ -154,9 +146,7 @@ def read_run(folder: Path) -> ComparedRun:
     return ComparedRun(folder, config, int(rows[-1]["step"]), rows[-1].get("time/wall_s", 0.0), curves, values)
 
 
-def with_changes(
-    config: dict[str, Any], changes: Sequence[tuple[float, str, Any, Any]], rows: Sequence[Row]
-) -> dict[str, Any]:
+def with_changes(config: dict[str, Any], changes: Sequence[tuple[float, str, Any, Any]], rows: Sequence[Row]) -> dict[str, Any]:
     """The config that `rows` were trained under, with a `Changed` for each key that had several values.
 
     `changes` has (time, key, old, new), oldest first; one after which no step was trained is none.
@@ -207,9 +197,7 @@ def group(runs: Sequence[ComparedRun]) -> list[Setting]:
     for run in runs:
         same = next((s for s in settings if not _differing(s.runs[0], run)), None)
         if same is None:
-            settings.append(
-                Setting(chr(ord("A") + len(settings)) if len(settings) < 26 else f"S{len(settings) + 1}", [run])
-            )
+            settings.append(Setting(chr(ord("A") + len(settings)) if len(settings) < 26 else f"S{len(settings) + 1}", [run]))
         else:
             same.runs.append(run)
     keys = dict.fromkeys(key for a, b in combinations(settings, 2) for key in _differing(a.runs[0], b.runs[0]))
@@ -257,11 +245,7 @@ def as_json(settings: Sequence[Setting], metrics: Sequence[str]) -> dict[str, An
                     for run in setting.runs
                 ],
                 "final": {
-                    name: {
-                        "mean": found[0],
-                        "sd": found[1],
-                        "num": sum(run.final(name) is not None for run in setting.runs),
-                    }
+                    name: {"mean": found[0], "sd": found[1], "num": sum(run.final(name) is not None for run in setting.runs)}
                     for name in metrics
                     if (found := setting.figure(name))
                 },
@@ -283,14 +267,10 @@ def show(settings: Sequence[Setting], metrics: Sequence[str], console: Console) 
     console.print(figures(settings, metrics))
     console.print(f"[dim]means over the last {LAST} steps; of an evaluation the newest[/]")
     for run in (run for setting in settings for run in setting.runs if run.steps < run.planned):
-        console.print(
-            f"! {run.folder} has {run.steps} of {run.planned} steps: its figures are of step {run.steps}", markup=False
-        )
+        console.print(f"! {run.folder} has {run.steps} of {run.planned} steps: its figures are of step {run.steps}", markup=False)
     for run in (run for setting in settings for run in setting.runs if run.is_paced):
         console.print(
-            f"! {run.folder} is paced (engine.pace): its times are those of other hardware, not measured",
-            markup=False,
-            soft_wrap=True,
+            f"! {run.folder} is paced (engine.pace): its times are those of other hardware, not measured", markup=False, soft_wrap=True
         )
     for metric in metrics:
         console.print()
@@ -302,15 +282,11 @@ def figures(settings: Sequence[Setting], metrics: Sequence[str]) -> Table:
     """One line for each run, and for each setting of several its mean ± sample standard deviation."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name in ("", "run", "seed", "steps", "time", *metrics):
-        table.add_column(
-            name, justify="left" if name in ("", "run") else "right", no_wrap=name != "run", overflow="fold"
-        )
+        table.add_column(name, justify="left" if name in ("", "run") else "right", no_wrap=name != "run", overflow="fold")
     for setting in settings:
         for run in setting.runs:
             values = [_figure(run.final(name)) for name in metrics]
-            table.add_row(
-                setting.name, escape(str(run.folder)), str(run.seed), str(run.steps), clock(run.wall_s), *values
-            )
+            table.add_row(setting.name, escape(str(run.folder)), str(run.seed), str(run.steps), clock(run.wall_s), *values)
         if len(setting.runs) > 1:
             means = [_spread(setting.figure(name)) for name in metrics]
             table.add_row(setting.name, f"mean ± sd of {len(setting.runs)}", "", "", "", *means, style="bold")
@@ -365,11 +341,5 @@ def _runs(num: int) -> str:
 
 
 def _short(value: Any) -> str:
-    text = (
-        "not set"
-        if value in (None, "", [], {})
-        else json.dumps(value)
-        if isinstance(value, (dict, list))
-        else str(value)
-    )
+    text = "not set" if value in (None, "", [], {}) else json.dumps(value) if isinstance(value, (dict, list)) else str(value)
     return text if len(text) <= 40 else text[:39] + "…"

@@ -9,15 +9,17 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from actors.checkpoints import checkpoint as checkpoints
-from actors.checkpoints.model_folder import check_model_folder
-from actors.config import engine_specs
-from runtime.config.config import compose
-from runtime.config.source import read
-from runtime.errors import LaunchError
-from runtime.importer import FOLDER as CODE
-from runtime.importer import KeptCode
-from runtime.launch import commands
+from rubato.actors.checkpoints import checkpoint as checkpoints
+from rubato.actors.checkpoints.model_check import check_model_folder
+from rubato.actors.checkpoints.model_folder import ADAPTER_CONFIG
+from rubato.actors.config import engine_specs, name_of
+from rubato.runtime.config import Config
+from rubato.runtime.config.compose import compose
+from rubato.runtime.config.overrides import read
+from rubato.runtime.errors import LaunchError
+from rubato.runtime.importer import FOLDER as CODE
+from rubato.runtime.importer import KeptCode
+from rubato.runtime.launch import commands
 
 KEPT = ("sample_buffer", "llm_proxy", "env_manager", "reward_service")
 """Roles that an evaluation needs besides those with engines, as the config has them; of all others none is started."""
@@ -27,11 +29,9 @@ SHOWN = ("version", "reward", "num", "failed")
 
 def main(argv: Sequence[str]) -> int:
     """Evaluate, and print a table or JSON; RubatoError is the caller's to print."""
-    usage = (
-        "%(prog)s RUN [CONFIG] [key.sub=value …] [options]\n       %(prog)s MODEL CONFIG [key.sub=value …] [options]"
-    )
+    usage = "%(prog)s RUN [CONFIG] [key.sub=value …] [options]\n       %(prog)s MODEL CONFIG [key.sub=value …] [options]"
     parser = argparse.ArgumentParser("rubato eval", usage=usage, description="Evaluate a model on held-out tasks.")
-    parser.add_argument("model", type=Path, help="a model folder, a checkpoint, or a run: its newest checkpoint")
+    parser.add_argument("model", help="a model folder, its name at the hub, a checkpoint, or a run: its newest checkpoint")
     help_words = "a YAML file, by default the run's own config; changes of single keys, e.g. eval.samples=8"
     parser.add_argument("words", nargs="*", default=[], metavar="CONFIG, key.sub=value", help=help_words)
     parser.add_argument("--all", action="store_true", help="every checkpoint of the run MODEL")
@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
         code = commands.launch([file.name, "--run-dir", str(folder)])
     rows = [json.loads(line) for line in _lines(folder / "evals.jsonl")]
     told = [
-        {"model": str(model), **row, "samples_file": str(folder / "evals" / f"{row['version']}.jsonl")}
+        {"model": model, **row, "samples_file": str(folder / "evals" / f"{row['version']}.jsonl")}
         for model, row in zip(models, rows, strict=False)
     ]
     if given.out is not None:
@@ -61,32 +61,34 @@ def main(argv: Sequence[str]) -> int:
     return code
 
 
-def _config_of(model: Path, words: Sequence[str]) -> tuple[Path, Sequence[str]]:
+def _config_of(model: str, words: Sequence[str]) -> tuple[Path, Sequence[str]]:
     """The config that is named, else that of the run which `model` is or is a checkpoint of; and the changes of keys."""
     if words and ("=" not in words[0] or Path(words[0]).is_file()):
         return Path(words[0]), words[1:]
-    resolved = model.resolve()
+    resolved = Path(model).resolve()
     run = resolved if (resolved / "checkpoints").is_dir() else resolved.parent.parent
     if not (run / "config.yaml").is_file():
-        raise LaunchError(
-            f"{model} is of no run with a config.yaml, so eval needs a config: rubato eval {model} configs/quickstart.yaml"
-        )
+        raise LaunchError(f"{model} is of no run with a config.yaml, so eval needs a config: rubato eval {model} configs/quickstart.yaml")
     if changed := KeptCode(run / CODE).changed():
         files = ", ".join(map(str, changed[:3])) + (", …" if len(changed) > 3 else "")
         print(f"changed since {run} began, and taken as they are now: {files}", file=sys.stderr)  # noqa: T201
     return run / "config.yaml", words
 
 
-def find_models(given: Path, *, every: bool) -> list[Path]:
-    """The model folders to evaluate, checkpoints in the order of their steps. Raises LaunchError."""
+def find_models(named: str, *, every: bool) -> list[str]:
+    """The model folders to evaluate, checkpoints in the order of their steps; or one model's name at a hub. Raises LaunchError."""
+    given = Path(named)
     if not given.is_dir():
+        if name_of(named) and not given.parent.is_dir() and not every:
+            return [named]
         raise LaunchError(f"{given} is no folder. Name a model folder, a checkpoint, or the folder of a run.")
     folder = given / "checkpoints"
     if not folder.is_dir():
         if every:
             raise LaunchError(f"{given} has no checkpoints: --all goes with the folder of a run.")
-        check_model_folder(given)
-        return [given.resolve()]
+        if not (given / ADAPTER_CONFIG).exists() or not (given / checkpoints.MANIFEST).exists():
+            check_model_folder(given)
+        return [str(given.resolve())]
     found = checkpoints.by_step(folder) if every else [path for path in [checkpoints.newest(folder)[0]] if path]
     if not found:
         raise LaunchError(f"{folder} holds no checkpoint that is whole. Name a model folder.")
@@ -95,10 +97,10 @@ def find_models(given: Path, *, every: bool) -> list[Path]:
             checkpoints.check(path)
         except checkpoints.CheckpointError as error:
             raise LaunchError(f"{error}. Evaluate the others one by one.") from error
-    return [path.resolve() for path in found]
+    return [str(path.resolve()) for path in found]
 
 
-def job_of(config: Path, overrides: Sequence[str], models: Sequence[Path]) -> str:
+def job_of(config: Path, overrides: Sequence[str], models: Sequence[str]) -> str:
     """The job that evaluates `models` as `config` says, as YAML. Raises ConfigError with one sentence per mistake."""
     source = read(config, overrides)
     whole = compose(source)  # what is wrong in it is told in its own words
@@ -106,15 +108,33 @@ def job_of(config: Path, overrides: Sequence[str], models: Sequence[Path]) -> st
     for role, spec in tree["actors"].items():
         if role not in KEPT and role not in engine_specs(whole):
             spec |= {"count": whole.actor_class(role).least, "pools": {}}
-    tree["actors"]["trainer"] = {"class": "actors.training.evaluator:Evaluator"}
-    tree["evaluate"] = {"models": [str(model) for model in models]}
-    tree["model"]["path"] = str(models[0])
+    tree["actors"]["trainer"] = {"class": "rubato.actors.training.evaluator:Evaluator"}
+    tree["evaluate"] = {"models": [*models]}
+    tree["model"]["path"] = models[0]
+    if train := tree.get("train"):
+        train |= {"reference": "", "mesh": {}}
+        if (Path(models[0]) / ADAPTER_CONFIG).exists():
+            tree["model"]["path"] = _base_of(models[0], whole)
+            train["lora"] |= {"start": ""}
+        else:
+            train["lora"] = None
     tree["run"] |= {"steps": 0, "dir": ""}
     tree["report"]["finish"] = ""
     tree["prepare"] = []
     tree["bus"] = {}
     tree["state"]["url"] = ""
     return compose(source._replace(tree=tree)).dump()
+
+
+def _base_of(checkpoint: str, config: Config) -> str:
+    """The base model of an adapter that a run saved. Raises LaunchError where the config is of no run that trains one."""
+    if config.section("train").lora is None:
+        raise LaunchError(
+            f"{checkpoint} holds an adapter, and the config has no train.lora: give the config of its run, or merge it into its base model "
+            f"with `rubato export {checkpoint} --merged OUT`, and evaluate OUT."
+        )
+    base = Path(checkpoint).parents[1] / config.model_path  # relative paths start at the run folder
+    return config.model_path if name_of(config.model_path) and not base.is_dir() else str(base)
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:

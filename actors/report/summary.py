@@ -1,4 +1,4 @@
-"""Draws report.png and prints the closing lines of a run: `python -m actors.report RUN_DIR`."""
+"""Draws report.png and prints the closing lines of a run: `python -m rubato.actors.report RUN_DIR`."""
 
 import json
 import os
@@ -13,14 +13,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from actors.config import StalenessSection, TrainSection
-from actors.engines.pace import MOST_OUTLASTED
-from actors.report.advice import advice_of
-from actors.samples.parts import read_lines
-from actors.training.checks import idle_cause, is_flat
-from planning.staleness import UNBOUNDED
-from runtime.config.variables import fill_tree
-from runtime.config.yaml_core import read_yaml
+from rubato.actors.config import StalenessSection, TrainSection
+from rubato.actors.engines.pace import MOST_OUTLASTED
+from rubato.actors.report.advice import advice_of
+from rubato.actors.samples.run_files import read_lines
+from rubato.actors.training.checks import idle_cause, is_flat
+from rubato.planning.staleness import UNBOUNDED
+from rubato.runtime.config.source import fill_tree
+from rubato.runtime.config.yaml_core import read_yaml
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -68,9 +68,7 @@ def read_run(folder: Path) -> Run:
     config: dict[str, Any] = read_yaml((folder / "config.yaml").read_text())
     config |= {name: fill_tree(config[name], name)[0] for name in ("run", "staleness")}
     rows = _lines(folder / "metrics.jsonl")
-    ends = Counter(
-        (str(end["fate"]), str(end.get("reason", ""))) for text in read_lines(folder) for end in _objects([text])
-    )
+    ends = Counter((str(end["fate"]), str(end.get("reason", ""))) for text in read_lines(folder) for end in _objects([text]))
     fates, reasons = Counter[str](), Counter[str]()
     for (fate, reason), num in ends.items():
         fates[fate] += num
@@ -113,7 +111,7 @@ def summary(run: Run) -> list[str]:
         f" · {_counted(run.fates)}, age ≤ {age:.0f} · {len(run.deaths)} restarts" + (" · paced" if _paced(run) else ""),
         *concerns(run),
         _busy_line(rows, run.alpha),
-        f"report {run.folder / 'report.png'} · trace.json opens in ui.perfetto.dev · next: edit configs/quickstart.yaml or read docs/embedding.md",
+        f"report {run.folder / 'report.png'} · trace.json opens in ui.perfetto.dev · next: make one of your own (rubato configs quickstart > my_job.yaml), or read docs/embedding.md",
     ]
 
 
@@ -216,18 +214,12 @@ def draw(run: Run, verdict: str, target: Path) -> None:
     _draw_queues(axes[3], run.rows, seconds)
     for at, name in run.deaths:
         axes[3].axvline(at, color=EVAL, linewidth=0.8, linestyle=":")
-        axes[3].annotate(
-            name, (at, 1.0), xycoords=("data", "axes fraction"), rotation=90, va="top", fontsize=6, color=EVAL
-        )
+        axes[3].annotate(name, (at, 1.0), xycoords=("data", "axes fraction"), rotation=90, va="top", fontsize=6, color=EVAL)
     for axis in axes:
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
     axes[3].set_xlabel("seconds since the first step began")
-    figure.suptitle(
-        f"{heading(run)}\n{verdict}",
-        fontsize=10,
-        wrap=True,
-    )
+    figure.suptitle(f"{heading(run)}\n{verdict}", fontsize=10, wrap=True)
     figure.tight_layout()
     figure.savefig(target, dpi=110)
 
@@ -283,9 +275,7 @@ def _idle_by_role(rows: list[Row]) -> dict[str, list[float]]:
     """Mean idle share per role and row, roles in name order."""
     found: dict[str, list[float]] = {}
     for row in rows:
-        idle = sorted(
-            (key[len("idle/") :].rsplit("-", 1)[0], value) for key, value in row.items() if key.startswith("idle/")
-        )
+        idle = sorted((key[len("idle/") :].rsplit("-", 1)[0], value) for key, value in row.items() if key.startswith("idle/"))
         for role, values in groupby(idle, key=lambda pair: pair[0]):
             found.setdefault(role, []).append(fmean(value for _, value in values))
     return found
@@ -293,10 +283,7 @@ def _idle_by_role(rows: list[Row]) -> dict[str, list[float]]:
 
 def _on_axis(unix_s: float, rows: list[Row]) -> float:
     """When something happened, on the axis of training time: the first row written after it."""
-    return next(
-        (r["time/wall_s"] for r in rows if r.get("time/unix_s", 0.0) >= unix_s),
-        rows[-1].get("time/wall_s", 0.0) if rows else 0.0,
-    )
+    return next((r["time/wall_s"] for r in rows if r.get("time/unix_s", 0.0) >= unix_s), rows[-1].get("time/wall_s", 0.0) if rows else 0.0)
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

@@ -7,9 +7,9 @@ from typing import Any, Protocol, cast
 
 import msgspec
 
-from actors.config import RewardSection
-from actors.messages.samples import MOST_REWARD, NotScored, Score, flaw_of_reward
-from runtime.pool.worker import Unsendable
+from rubato.actors.config import RewardSection
+from rubato.actors.messages.samples import MOST_REWARD, NotScored, Score, flaw_of_reward
+from rubato.runtime.pool.values import Unsendable
 
 
 @dataclass(eq=False)
@@ -33,9 +33,7 @@ class CallLimit:
         """Seconds for a call of `function` over `requests`."""
         return self.most_s
 
-    def took(
-        self, function: str, requests: Sequence[Score], scores: Sequence[float | NotScored], seconds: float
-    ) -> None:
+    def took(self, function: str, requests: Sequence[Score], scores: Sequence[float | NotScored], seconds: float) -> None:
         """A call ended in time."""
 
 

@@ -8,9 +8,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from actors.config import RewardSection
-from actors.messages.samples import NotScored, Score
-from actors.rewards.backend import CallLimit
+from rubato.actors.config import RewardSection
+from rubato.actors.messages.samples import NotScored, Score
+from rubato.actors.rewards.backend import CallLimit
 
 
 class DeadlineRule(NamedTuple):
@@ -58,9 +58,7 @@ class AnchoredLimit(CallLimit):
         """As `CallLimit`."""
         return deadline_s(self._rule, self._anchors.get(_key(function, requests[0]))) if requests else self.most_s
 
-    def took(
-        self, function: str, requests: Sequence[Score], scores: Sequence[float | NotScored], seconds: float
-    ) -> None:
+    def took(self, function: str, requests: Sequence[Score], scores: Sequence[float | NotScored], seconds: float) -> None:
         """As `CallLimit`. A score above 0 is a correct response's."""
         for request, score in zip(requests, scores, strict=True):
             correct = not isinstance(score, NotScored) and score > 0

@@ -21,8 +21,6 @@ MALFORMED_PENALTY = 0.1
 """Well below the reward of a solved task: it teaches the format and never pays for avoiding the task."""
 
 
-def malformed_penalty(
-    completions: list[str], turns: list[int], invalid_turns: list[int], **columns: Any
-) -> list[float]:
+def malformed_penalty(completions: list[str], turns: list[int], invalid_turns: list[int], **columns: Any) -> list[float]:
     """-0.1 times the share of turns whose text was no action to the environment."""
     return [-MALFORMED_PENALTY * bad / max(1, num) for num, bad in zip(turns, invalid_turns, strict=True)]

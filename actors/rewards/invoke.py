@@ -5,8 +5,8 @@
 
 Entry i of every list is trajectory i; `columns` and what a number means are as in actors/rewards/functions.py, and a score that is an object
 says why there is none. A key is the same for the same trajectory with the same text, however often it is sent, and no other has it; the header
-`Idempotency-Key` is that of the batch. Nobody waits longer than `deadline_s`. `cold` may be left out: whether something had to be started for
-this call. A batch of none asks whether anybody is there. What RUBATO_REWARD_TOKEN holds goes along as `Authorization: Bearer`.
+`Idempotency-Key` is that of the batch. A call lasts `deadline_s` at most. `cold` may be left out: whether something had to be started for
+this call. A batch of none asks whether a server is there. What RUBATO_REWARD_TOKEN holds goes along as `Authorization: Bearer`.
 """
 
 import asyncio
@@ -18,12 +18,12 @@ from typing import Any
 import httpx
 import msgspec
 
-from actors.messages.samples import NotScored, Score
-from actors.rewards.backend import CallLimit, RewardRefused, Told, checked_number, columns_of
-from runtime.observe.figures import Metrics
+from rubato.actors.messages.samples import NotScored, Score
+from rubato.actors.rewards.backend import CallLimit, RewardRefused, Told, checked_number, columns_of
+from rubato.runtime.observe.figures import Metrics
 
 TRIES = 3
-"""Of one call, while nobody can be reached, or what answers says that it can't now (status 429 or 5xx). What gives no answer in time is not
+"""Tries of one call, while no server is reached, or it says that it can't now (status 429 or 5xx). What gives no answer in time is not
 tried again as a whole: each of its trajectories is, alone."""
 
 PAUSE_S = 0.5
@@ -66,8 +66,7 @@ class HttpBackend:
         return ""
 
     async def call(self, function: str, requests: Sequence[Score]) -> list[float | NotScored]:
-        """A URL that nobody answers at scores none of them, and they are not tried one by one; one that does not answer in time may have answered
-        some by then."""
+        """Where no server is reached none is scored, and they are not tried one by one; one that is too slow may have scored some."""
         keys = [key_of(request) for request in requests]
         together = _together(keys)
         timeout_s = self._limit.of(function, requests)
@@ -89,9 +88,7 @@ class HttpBackend:
         async def alone(at: int, request: Score) -> None:
             key = key_of(request)
             body = _body([request], [key], limit_s)
-            outcome: float | NotScored = NotScored(
-                TIMEOUT, f"{function} gave no answer within {limit_s:g} s, asked alone"
-            )
+            outcome: float | NotScored = NotScored(TIMEOUT, f"{function} gave no answer within {limit_s:g} s, asked alone")
             try:
                 async with asyncio.timeout(limit_s):
                     (found,), _ = await self._post(function, _together([key]), body, 1, limit_s)
@@ -139,10 +136,7 @@ class HttpBackend:
     async def _try(self, url: str, key: str, body: bytes, timeout_s: float) -> bytes:
         client = self._client = self._client or httpx.AsyncClient(timeout=None, headers=_headers())
         try:
-            async with (
-                asyncio.timeout(timeout_s),
-                client.stream("POST", url, content=body, headers={"Idempotency-Key": key}) as response,
-            ):
+            async with asyncio.timeout(timeout_s), client.stream("POST", url, content=body, headers={"Idempotency-Key": key}) as response:
                 answer = b""
                 async for piece in response.aiter_bytes():
                     answer += piece

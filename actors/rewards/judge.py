@@ -2,7 +2,7 @@
 
 In a file of yours, named in the config as `reward.functions: [my_judge.py:score]`:
 
-    from actors.rewards.judge import judge
+    from rubato.actors.rewards.judge import judge
 
     score = judge("http://127.0.0.1:8000/v1", "Qwen/Qwen2.5-7B-Instruct", prompt="…{question}…{completion}…")
 """
@@ -54,13 +54,11 @@ def judge(
 
     `url` is the API's base, such as http://host:8000/v1. `prompt` may name `{completion}` and every column, as `str.format` does; `read` makes
     a reward of the model's verdict, or raises. Up to `at_once` trajectories of a batch are asked for together, each up to
-    `tries` times for `timeout_s`: where nobody answers, or what answers says that it can't now (status 429 or 5xx). `key_variable` is the
+    `tries` times for `timeout_s`: where no server answers, or it says that it can't now (status 429 or 5xx). `key_variable` is the
     environment variable with the API's key; it may be unset. `parameters` go into the request: `max_tokens`, `temperature` (0 where not given).
     """
     endpoint = url.rstrip("/") + "/chat/completions"
-    verdicts: OrderedDict[str, str] = (
-        OrderedDict()
-    )  # a batch in which one verdict can't be read is asked for again, one by one
+    verdicts: OrderedDict[str, str] = OrderedDict()  # a batch in which one verdict can't be read is asked for again, one by one
 
     async def score(completions: list[str], **columns: list[Any]) -> list[float]:
         key = os.environ.get(key_variable, "")

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from actors.config import RewardSection
-from actors.messages.samples import NotScored, Score
-from actors.rewards.backend import CallLimit, RewardRefused, Told, checked, columns_of
-from planning.autoscale import PoolBounds, PoolMeter, WorkersWanted, autoscale
-from runtime.observe.figures import Metrics
-from runtime.pool.errors import (
+from rubato.actors.config import RewardSection
+from rubato.actors.messages.samples import NotScored, Score
+from rubato.actors.rewards.backend import CallLimit, RewardRefused, Told, checked, columns_of
+from rubato.planning.autoscale import PoolBounds, PoolMeter, WorkersWanted, autoscale
+from rubato.runtime.observe.figures import Metrics
+from rubato.runtime.pool.errors import (
     BadResult,
     NoWorker,
     PoolError,
@@ -21,9 +21,9 @@ from runtime.pool.errors import (
     WorkerKilled,
     WorkerTimeout,
 )
-from runtime.pool.pool import WorkerPool
-from runtime.pool.sandbox import WorkerLimits
-from runtime.pool.worker import decode, encode_call
+from rubato.runtime.pool.pool import WorkerPool
+from rubato.runtime.pool.sandbox import WorkerLimits
+from rubato.runtime.pool.values import decode, encode_call
 
 LOAD_S = 60.0
 """For importing a user's module: some load a model."""
@@ -43,9 +43,7 @@ OnOutput = Callable[[str], None]
 class LocalBackend:
     """A fixed number of processes, each with every function loaded."""
 
-    def __init__(
-        self, section: RewardSection, metrics: Metrics, limit: CallLimit, on_output: OnOutput | None = None
-    ) -> None:
+    def __init__(self, section: RewardSection, metrics: Metrics, limit: CallLimit, on_output: OnOutput | None = None) -> None:
         self._functions = _Functions(section, metrics, limit)
         self._pool = _pool(section, section.workers, on_output)
         metrics.gauge("reward/workers", section.workers)
@@ -70,14 +68,12 @@ class LocalBackend:
 
 
 class ElasticBackend:
-    """From `reward.min_workers` to `reward.workers` processes, as `planning.autoscale` has it; a call waits for one that is free.
+    """From `reward.min_workers` to `reward.workers` processes, as `rubato.planning.autoscale` has it; a call waits for one that is free.
 
     Processes are started and ended by `run` alone.
     """
 
-    def __init__(
-        self, section: RewardSection, metrics: Metrics, limit: CallLimit, on_output: OnOutput | None = None
-    ) -> None:
+    def __init__(self, section: RewardSection, metrics: Metrics, limit: CallLimit, on_output: OnOutput | None = None) -> None:
         self._metrics = metrics
         self._functions = _Functions(section, metrics, limit)
         self._new_pool = partial(_pool, section, 1, on_output)
@@ -253,7 +249,7 @@ class _Functions:
         return ""
 
     async def _load(self, pool: WorkerPool, function: str) -> None:
-        """A worker that ended meanwhile may have been killed by somebody else: no reason to end a job at the first time."""
+        """A worker that ended meanwhile may have been killed from outside: no reason to end a job at the first time."""
         for tries_left in reversed(range(LOAD_TRIES)):
             try:
                 traits = await pool.preload(function, deadline_s=LOAD_S, attributes=(IDEMPOTENT,))

@@ -4,13 +4,13 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
-from actors.config import RewardSection, is_url
-from actors.data.tasks import TaskSection, rewards_of
-from actors.messages.samples import NotScored, Score, Scores
-from actors.plugins import CALL_LIMITS, REWARD_URL, load, named
-from actors.rewards.backend import CallLimit, RewardBackend, RewardRefused, Told
-from actors.rewards.local import ElasticBackend, LocalBackend
-from runtime.observe.figures import Metrics
+from rubato.actors.config import RewardSection, is_url
+from rubato.actors.data.tasks import TaskSection, rewards_of
+from rubato.actors.messages.samples import NotScored, Score, Scores
+from rubato.actors.plugins import CALL_LIMITS, REWARD_URL, load, named
+from rubato.actors.rewards.backend import CallLimit, RewardBackend, RewardRefused, Told
+from rubato.actors.rewards.local import ElasticBackend, LocalBackend
+from rubato.runtime.observe.figures import Metrics
 
 TIMEOUT = "timeout"
 """Reason of a call that gave no answer within `reward.timeout_s`."""

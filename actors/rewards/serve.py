@@ -18,15 +18,15 @@ from typing import Any
 import msgspec
 from pydantic import ValidationError
 
-from actors.config import RewardSection
-from actors.gateway.http_server import HttpServer
-from actors.messages.samples import NotScored, Score, Scores
-from actors.rewards.invoke import TOKEN
-from actors.rewards.scorer import Scorer
-from bus.address import bare, bind_listener, spelt
-from runtime.errors import ExitCode, LaunchError
-from runtime.importer import check_module
-from runtime.observe.figures import Metrics
+from rubato.actors.config import RewardSection
+from rubato.actors.gateway.http_server import HttpServer
+from rubato.actors.messages.samples import NotScored, Score, Scores
+from rubato.actors.rewards.invoke import TOKEN
+from rubato.actors.rewards.scorer import Scorer
+from rubato.bus.address import bare, bind_listener, spelt
+from rubato.runtime.errors import ExitCode, LaunchError
+from rubato.runtime.importer import check_module
+from rubato.runtime.observe.figures import Metrics
 
 try:
     import uvicorn
@@ -85,9 +85,7 @@ class RewardServer:
         self._token = os.environ.get(TOKEN, "")
         self._answers: OrderedDict[str, Scores | NotScored] = OrderedDict()
         self._pending: dict[str, asyncio.Future[Scores | NotScored]] = {}
-        self.app = Starlette(
-            routes=[Route("/", self.score, methods=["POST"]), Route("/health", self.health, methods=["GET"])]
-        )
+        self.app = Starlette(routes=[Route("/", self.score, methods=["POST"]), Route("/health", self.health, methods=["GET"])])
 
     async def health(self, request: Request) -> Response:
         """What is served, by how many processes, and how much was scored so far."""
@@ -133,7 +131,7 @@ class RewardServer:
         return known | {key: future.result() for key, future in waited.items()}
 
     async def _score(self, requests: Sequence[Score]) -> None:
-        """Whoever waits for a trajectory gets its outcome once that is known, whatever the others of its batch take."""
+        """A trajectory's outcome goes to its callers once it is known, however long the others of its batch take."""
 
         def told(at: int, outcome: Scores | NotScored) -> None:
             key = requests[at].trajectory_id
@@ -168,10 +166,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0 for all of this host")
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free one")
     parser.add_argument("--workers", type=int, default=1, help="most processes that run the function")
-    parser.add_argument("--min-workers", type=int, help="those that stay while nobody asks (default: all)")
-    parser.add_argument(
-        "--timeout", type=float, default=5.0, metavar="S", help="longest a call of the function may take"
-    )
+    parser.add_argument("--min-workers", type=int, help="those that stay while no request comes (default: all)")
+    parser.add_argument("--timeout", type=float, default=5.0, metavar="S", help="longest a call of the function may take")
     parser.add_argument("--memory-mb", type=int, default=8192, help="private writable memory of each process, in MiB")
     given = parser.parse_args(list(argv))
     check_module(given.function, key="serve-rewards")
@@ -188,9 +184,7 @@ def main(argv: Sequence[str]) -> int:
         )
     except ValidationError as error:
         first = error.errors()[0]
-        raise LaunchError(
-            f"serve-rewards: {'.'.join(map(str, first['loc']))} {first['msg']}.".replace("  ", " ")
-        ) from None
+        raise LaunchError(f"serve-rewards: {'.'.join(map(str, first['loc']))} {first['msg']}.".replace("  ", " ")) from None
     return asyncio.run(_serve(section, given.host, given.port))
 
 
@@ -207,9 +201,7 @@ async def _serve(section: RewardSection, host: str, port: int) -> int:
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(scorer.run())
             served = RewardServer(function, scorer, metrics, tasks)
-            server = HttpServer(
-                uvicorn.Config(served.app, lifespan="off", ws="none", log_level="warning", limit_concurrency=MOST_CALLS)
-            )
+            server = HttpServer(uvicorn.Config(served.app, lifespan="off", ws="none", log_level="warning", limit_concurrency=MOST_CALLS))
             for number in (signal.SIGINT, signal.SIGTERM):
                 asyncio.get_running_loop().add_signal_handler(number, server.end)
             print(f"serving {function} on http://{spelt(bare(host))}:{listening.getsockname()[1]}/", flush=True)  # noqa: T201

@@ -7,17 +7,17 @@ from collections import deque
 from functools import partial
 from typing import ClassVar
 
-from actors.config import RewardSection, is_url
-from actors.data.tasks import Tasks, rewards_of
-from actors.messages.samples import NotScored, Score, Scores
-from actors.rewards.scorer import Scorer
-from planning.failures import RECENT, is_hopeless
-from runtime.actor import Actor, handler
-from runtime.config import ActorConfig
-from runtime.errors import check_all
-from runtime.importer import check_module
-from runtime.kernel import Kernel
-from runtime.observe.figures import ITSELF
+from rubato.actors.config import RewardSection, is_url
+from rubato.actors.data.tasks import Tasks, rewards_of
+from rubato.actors.messages.samples import NotScored, Score, Scores
+from rubato.actors.rewards.scorer import Scorer
+from rubato.planning.failures import RECENT, is_hopeless
+from rubato.runtime.actor import Actor, handler
+from rubato.runtime.config import ActorConfig
+from rubato.runtime.errors import check_all
+from rubato.runtime.importer import check_module
+from rubato.runtime.kernel import Kernel
+from rubato.runtime.observe.figures import ITSELF
 
 BATCH = 64
 """Trajectories per call of a function: enough to make the call's own cost vanish. One alone where the time that it may take depends on its task."""
@@ -86,10 +86,7 @@ class RewardService(Actor):
         self._section = config.reward
         self._functions = rewards_of(config.tasks, config.reward)
         self._scorer = Scorer(
-            config.reward,
-            config.tasks,
-            metrics=self.metrics,
-            on_output=lambda line: self.log.info("user_output", text=line),
+            config.reward, config.tasks, metrics=self.metrics, on_output=lambda line: self.log.info("user_output", text=line)
         )
         self._batch = 1 if self._scorer.one_each else BATCH
         self._waiting: deque[_Waiting] = deque()

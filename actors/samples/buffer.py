@@ -12,12 +12,12 @@ from functools import partial
 import msgspec
 from pydantic import Field
 
-from actors.checkpoints.checkpoint import newest_receipts
-from actors.checkpoints.model_folder import vocab_size_of
-from actors.config import BatchSections, ModelSection
-from actors.data.prompts import Mixture, mixture_of
-from actors.data.tasks import Tasks
-from actors.messages.samples import (
+from rubato.actors.checkpoints.checkpoint import newest_receipts
+from rubato.actors.checkpoints.model_folder import vocab_size_of
+from rubato.actors.config import BatchSections, ModelSection
+from rubato.actors.data.prompts import Mixture, mixture_of
+from rubato.actors.data.tasks import Tasks
+from rubato.actors.messages.samples import (
     BAD_LOGPROBS,
     Admit,
     Advance,
@@ -40,14 +40,14 @@ from actors.messages.samples import (
     Tickets,
     Trajectory,
 )
-from actors.plugins import batch_policies
-from actors.samples.group import MIN_SCORED, Group, Receipt, Training, limits_of
-from actors.samples.groups import Groups
-from actors.samples.journal import Journal, Payloads, Wake
-from actors.samples.leases import (
+from rubato.actors.plugins import batch_policies
+from rubato.actors.samples.group import MIN_SCORED, Group, Receipt, Training, limits_of
+from rubato.actors.samples.groups import Groups
+from rubato.actors.samples.journal import Journal, Payloads, Wake
+from rubato.actors.samples.leases import (
     ENV_MANAGER,
     ENV_REASONS,
-    NOBODY,
+    NO_LEASE,
     Cancels,
     HolderRecords,
     Holders,
@@ -57,27 +57,19 @@ from actors.samples.leases import (
     why_no_tickets,
     why_unfinished,
 )
-from actors.samples.policy import MakePolicy, PolicyJob, PolicyPlugin
-from actors.samples.run_files import HeldOutFiles, KeptTrajectories, SampleLedger, fitting
-from actors.samples.sample import (
-    FUTURE_VERSION,
-    INLINE_BYTES,
-    Outcome,
-    OutOfOrder,
-    flaw,
-    outcome_of,
-    spent_of,
-)
-from bus.errors import AskFailed
-from bus.message import Ack
-from planning.staleness import HandOver, min_version
-from runtime.actor import Actor, handler
-from runtime.config import Config as Job
-from runtime.errors import ConfigError, check_all
-from runtime.importer import check_module, load_class
-from runtime.observe.figures import STORE, Wait
-from runtime.registry import ActorRecord
-from runtime.store.store import Fence
+from rubato.actors.samples.policy import MakePolicy, PolicyJob, PolicyPlugin
+from rubato.actors.samples.run_files import HeldOutFiles, KeptTrajectories, SampleLedger, fitting
+from rubato.actors.samples.sample import FUTURE_VERSION, INLINE_BYTES, Outcome, OutOfOrder, flaw, outcome_of, spent_of
+from rubato.bus.errors import AskFailed
+from rubato.bus.message import Ack
+from rubato.planning.staleness import HandOver, min_version
+from rubato.runtime.actor import Actor, handler
+from rubato.runtime.config import Config as Job
+from rubato.runtime.errors import ConfigError, check_all
+from rubato.runtime.importer import check_module, load_class
+from rubato.runtime.observe.figures import STORE, Wait
+from rubato.runtime.registry import ActorRecord
+from rubato.runtime.store.store import Fence
 
 HINT_S = 1.0
 """A manager that grants no credit for this long misses the hint; every reply carries the policy's state too."""
@@ -95,7 +87,7 @@ EPOCH = "samples/epoch"
 
 
 DIGITS, MOST_FLAWS = re.compile(r"[-+.\d]+"), 5
-"""The user is told of so many kinds of refused trajectories; the log has all of them."""
+"""Kinds of refused trajectories that are shown to the user; the log has all of them."""
 
 
 class SampleBuffer(Actor):
@@ -143,9 +135,7 @@ class SampleBuffer(Actor):
         self._holders = Holders(groups, self._incarnation_of, self._drains, self._slots.set, self.log)
         self._records = HolderRecords(groups, lambda: self.peers(ENV_MANAGER), self.notice)
         rotate_bytes, on_disk = int(config.samples.rotate_mb * 2**20), partial(self.on_disk, self.run.folder)
-        self._ledger = SampleLedger(
-            self.run.folder, journal, self.incarnation, on_disk, self.log, self.run.seed, rotate_bytes
-        )
+        self._ledger = SampleLedger(self.run.folder, journal, self.incarnation, on_disk, self.log, self.run.seed, rotate_bytes)
         self._kept = KeptTrajectories(self.run.folder, config.samples.keep, limits.group_size, on_disk, self.log)
         self._held_out = HeldOutFiles(self.run.folder, on_disk, self.log)
         self._payloads = Payloads(self.run.folder / "samples", journal, on_disk, self._tell_gone, self.log)
@@ -168,14 +158,12 @@ class SampleBuffer(Actor):
         self.log.info("rebuilt", version=groups.training.version, groups=len(groups.live), lines=self._ledger.index)
 
     async def _policies(self) -> list[MakePolicy]:
-        """What makes the plug-ins. One that can't be loaded ends the job."""
+        """Makers of the plug-ins. One that can't be loaded ends the job."""
         job = PolicyJob(self.config, self._now, self.notice, self.log)
         made: list[MakePolicy] = []
         try:
             for target, key in batch_policies(self.config):
-                made.append(
-                    partial((await self.offload(partial(load_class, target, PolicyPlugin, key=key))).of, job=job)
-                )
+                made.append(partial((await self.offload(partial(load_class, target, PolicyPlugin, key=key))).of, job=job))
         except ConfigError as error:
             self._draining = True
             self.finish(str(error), failed=True)
@@ -388,11 +376,7 @@ class SampleBuffer(Actor):
             self.log.error("trajectory_refused", trajectory=name, attempt=ticket.attempt, flaw=found)
             self._tell_refused(name, found)
             if found.startswith(FUTURE_VERSION):
-                return self._change(
-                    ticket,
-                    spent,
-                    lambda: self._groups.take_back(name, found, counted=True, spent=spent) or "superseded",
-                )
+                return self._change(ticket, spent, lambda: self._groups.take_back(name, found, counted=True, spent=spent) or "superseded")
             return self._change(ticket, spent, lambda: self._groups.fail(name, "failed", found, spent))
         self._kept.offer(trajectory)
         self._records.good(ticket)
@@ -416,7 +400,7 @@ class SampleBuffer(Actor):
         return fate
 
     def _spent(self, came: Trajectory | GiveUp) -> Outcome:
-        """What a rollout took that may be no sample; of a held-out one also its text."""
+        """Cost of a rollout that may be no sample; of a held-out one also its text."""
         return fitting(spent_of(came), self._groups.rounds.get(came.ticket.group_id))
 
     def _give_up(self, request: GiveUp, spent: Outcome) -> str:
@@ -426,9 +410,7 @@ class SampleBuffer(Actor):
         if request.retry or (reason in ENV_REASONS and self._records.is_aside(holder)):
             failed = reason not in UNCOUNTED
             return self._change(
-                request.ticket,
-                spent,
-                lambda: self._groups.take_back(name, reason, counted=failed, failed=failed, spent=spent),
+                request.ticket, spent, lambda: self._groups.take_back(name, reason, counted=failed, failed=failed, spent=spent)
             )
         fate = "stale" if reason == "stale" else "failed"
         if reason == BAD_LOGPROBS:
@@ -477,9 +459,7 @@ class SampleBuffer(Actor):
             found = await self._payloads.of(bound)
             samples = [kept for group in found if (kept := [s for s in group if s is not None])]
             if not samples:
-                raise OutOfOrder(
-                    f"the samples of step {request.step} are gone: only the checkpoint that covers it knows them"
-                )
+                raise OutOfOrder(f"the samples of step {request.step} are gone: only the checkpoint that covers it knows them")
             self._lose_gone(bound, found)
         await self._journal.sync()
         gauges(groups, self.metrics)
@@ -564,7 +544,7 @@ class SampleBuffer(Actor):
     async def _incarnation_of(self, holder: str) -> int:
         name = f"actor/{holder}"
         lease = (await self._journal.retried(lambda: self.store.leases(name))).get(name)
-        return lease.token if lease is not None else NOBODY
+        return lease.token if lease is not None else NO_LEASE
 
     async def _drains(self, holder: str) -> bool:
         name = f"actor/{holder}"

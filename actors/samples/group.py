@@ -18,12 +18,12 @@ from typing import Literal
 
 import msgspec
 
-from actors.config import SamplesSection, TrainSection
-from actors.data.prompts import Mixture, TaskCursor
-from actors.messages.samples import EvalResult, Purpose, Ticket, has_spread
-from actors.report.breakdown import breakdown
-from actors.samples.sample import TRAINED, Outcome, Tally, noise_of, seed_of, trajectory_id
-from runtime.actor import RunInfo
+from rubato.actors.config import SamplesSection, TrainSection
+from rubato.actors.data.prompts import Mixture, TaskCursor
+from rubato.actors.messages.samples import EvalResult, Purpose, Ticket, has_spread
+from rubato.actors.report.breakdown import breakdown
+from rubato.actors.samples.sample import TRAINED, Outcome, Tally, noise_of, seed_of, trajectory_id
+from rubato.runtime.actor import RunInfo
 
 NOTHING = Outcome(-1, None)
 """No trajectory came."""
@@ -69,7 +69,7 @@ class Barren(msgspec.Struct, array_like=True):
     in_a_row: int = 0
     """How many, since the last one that may train."""
     too_small: int = 0
-    """Of those in a row, how many had fewer than `MIN_SCORED` scored members."""
+    """Number of those in a row that had fewer than `MIN_SCORED` scored members."""
     reasons: dict[str, int] = {}
     """Why members of these failed, and how many each; no more than `MOST_REASONS`."""
     why: str = ""
@@ -100,7 +100,7 @@ class Barren(msgspec.Struct, array_like=True):
 
 
 class PolicyRecord(msgspec.Struct, frozen=True, array_like=True):
-    """What a batch policy has to remember (policy.py)."""
+    """State that a batch policy has to remember (policy.py)."""
 
     state: msgspec.Raw
     """As it encodes it."""
@@ -148,13 +148,13 @@ class Training(msgspec.Struct):
 
 
 class Receipt(msgspec.Struct, frozen=True, array_like=True):
-    """What a step trains, for the checkpoint that will cover it: enough to end its samples should the Store forget them."""
+    """Samples that a step trains, for the checkpoint that will cover it: enough to end its samples should the Store forget them."""
 
     step: int
     cursor: int
     """Groups admitted when the step was handed out."""
     ends: tuple[SampleEnd, ...]
-    """Of every member, groups in the order of the batch."""
+    """Ends of all members, groups in the order of the batch."""
     policies: dict[str, PolicyRecord] = {}
     """As they were then."""
 
@@ -170,16 +170,16 @@ class Member(msgspec.Struct, array_like=True):
     version: int = 0
     """Weight version when the newest ticket was issued."""
     holder: str = ""
-    """Of the newest ticket; empty once it said that nothing came of it."""
+    """Holder of the newest ticket; empty once it said that nothing came of it."""
     incarnation: int = 0
     fate: str = ""
-    """Of a failed one."""
+    """Fate of a failed member."""
     reason: str = ""
     outcome: Outcome = NOTHING
     digest: str = ""
-    """Of the payload's file; empty where the payload is in the Store."""
+    """Digest of the payload's file; empty where the payload is in the Store."""
     failures: int = 0
-    """Those of `tries` that failed; the others were lost with their process, and draw the same tokens again."""
+    """Number of `tries` that failed; the others were lost with their process, and draw the same tokens again."""
 
     @property
     def settled(self) -> bool:
@@ -204,7 +204,7 @@ class Group(msgspec.Struct, array_like=True):
     state: GroupState = "open"
     step: int = 0
     fate: str = ""
-    """Of an ended one."""
+    """Fate of an ended group."""
     samples: int = 1
     """Rollouts of each prompt, next to each other, in a held-out round."""
     teaches: bool | None = None
@@ -340,7 +340,7 @@ class Group(msgspec.Struct, array_like=True):
         return [trajectory_id(self.id, index) for index in self.scored if not self.members[index].digest]
 
     def rewards(self, cut_penalty: float = 0.0) -> list[float]:
-        """Of its scored members, in order, less `cut_penalty` where a turn was cut at its limit."""
+        """Rewards of its scored members, in order, less `cut_penalty` where a turn was cut at its limit."""
         outcomes = [member.outcome for member in self.members if member.state == "scored"]
         return [(outcome.reward or 0.0) - cut_penalty * outcome.cut for outcome in outcomes]
 
@@ -356,7 +356,7 @@ class Group(msgspec.Struct, array_like=True):
         return "" if fate in TRAINED else fate
 
     def result(self) -> EvalResult:
-        """Of a complete held-out round."""
+        """Result of a complete held-out round."""
         found = [member.outcome.reward for member in self.members]
         prompts = [found[at : at + self.samples] for at in range(0, len(found), self.samples)]
         rewards = tuple(tuple(reward for reward in prompt if reward is not None) for prompt in prompts)
@@ -437,7 +437,7 @@ class GroupLimits:
 
 @dataclass
 class Changes:
-    """What a durable write has to say: `groups` by id that changed, payloads to keep (bytes) or let go of (None), ends in their order."""
+    """Content of a durable write: `groups` by id that changed, payloads to keep (bytes) or let go of (None), ends in their order."""
 
     groups: dict[str, None] = field(default_factory=dict)
     payloads: dict[str, bytes | None] = field(default_factory=dict)

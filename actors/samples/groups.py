@@ -8,8 +8,8 @@ from collections import OrderedDict
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-from actors.messages.samples import PolicyState, Ticket
-from actors.samples.group import (
+from rubato.actors.messages.samples import PolicyState, Ticket
+from rubato.actors.samples.group import (
     MIN_SCORED,
     NOTHING,
     UNKNOWN,
@@ -22,9 +22,9 @@ from actors.samples.group import (
     Training,
     teach,
 )
-from actors.samples.policy import BatchPolicy, MakePolicy, PlainPolicy, PolicyPlugin, records_of, restore
-from actors.samples.sample import Outcome, OutOfOrder, StaleEpoch, group_id, group_number, split_id, trajectory_id
-from planning.staleness import Admission, AdmissionView, HandOver, SupplyView, is_stale, min_version
+from rubato.actors.samples.policy import BatchPolicy, MakePolicy, PlainPolicy, PolicyPlugin, records_of, restore
+from rubato.actors.samples.sample import Outcome, OutOfOrder, StaleEpoch, group_id, group_number, split_id, trajectory_id
+from rubato.planning.staleness import Admission, AdmissionView, HandOver, SupplyView, is_stale, min_version
 
 ROUNDS_KEPT = 8
 """Results of held-out evaluations that are kept for an asker that lost its reply."""
@@ -73,7 +73,7 @@ class Groups:
         self.plugins.append(plugin)
 
     def take_changes(self) -> Changes:
-        """What changed since the last call."""
+        """Changes since the last call."""
         changes, self.changes = self.changes, Changes()
         return changes
 
@@ -139,7 +139,7 @@ class Groups:
         return self.batching.admit(view)
 
     def supply(self, step: int, num_groups: int) -> SupplyView:
-        """What there is for the batch of `step`."""
+        """Groups that there are for the batch of `step`."""
         now = self.training.version
         ready, in_flight = (tuple(group.version(now) for group in each) for each in (self.ready(), self.open()))
         return SupplyView(step=step, alpha=self.alpha, batch_groups=num_groups, ready=ready, in_flight=in_flight)
@@ -202,7 +202,7 @@ class Groups:
                 self._issue_again(found[0], ticket.trajectory_id)
 
     def on_their_way(self, tickets: Iterable[Ticket], now: float) -> list[Ticket]:
-        """Those that were not taken back while they were made durable: their leases begin now."""
+        """Tickets that were not taken back while they were made durable: their leases begin now."""
         kept: list[Ticket] = []
         for ticket in tickets:
             found = self.find(ticket.trajectory_id)
@@ -222,9 +222,7 @@ class Groups:
         if found[1].state == "running":
             self._lease(trajectory, now)
 
-    def take_back(
-        self, trajectory: str, reason: str, *, counted: bool, failed: bool = False, spent: Outcome | None = None
-    ) -> str:
+    def take_back(self, trajectory: str, reason: str, *, counted: bool, failed: bool = False, spent: Outcome | None = None) -> str:
         """A running rollout came to nothing: it is issued again (""), or ends where its attempts are used up (`failed`).
 
         A failed attempt is retried with a new seed, a lost one with the same seed. `spent`: what the attempt had sampled, if reported.
@@ -334,14 +332,13 @@ class Groups:
             self.changes.training = True
 
     def plan(self, step: int, num_groups: int) -> HandOver:
-        """What the batch of `step`, which has no groups yet, would be. Groups that are too old for it end first: they hold slots.
+        """Plan of the batch of `step`, which has no groups yet. Groups that are too old for it end first: they hold slots.
 
         Raises OutOfOrder for a step that is committed, and for one whose predecessor has no groups: the Store forgot them.
         """
         if step <= self.training.committed:
             raise OutOfOrder(
-                f"step {step} was claimed, but {self.training.committed} is committed already: "
-                "the trainer begins again with its checkpoint"
+                f"step {step} was claimed, but {self.training.committed} is committed already: the trainer begins again with its checkpoint"
             )
         if step > self.last_bound + 1:
             raise OutOfOrder(
@@ -466,7 +463,7 @@ class Groups:
     # -- what a restart and a checkpoint bring ------------------------------------------------------------------
 
     def restore(self, training: Training, groups: Iterable[Group], now: float) -> None:
-        """What the Store has. Running tickets keep their attempt and get a fresh lease, so that their holders may still put.
+        """Take over what the Store has. Running tickets keep their attempt and get a fresh lease, so that their holders may still put.
 
         Raises ConfigError where a policy is not configured any more that the run can't go on without.
         """

@@ -18,16 +18,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
 
-from actors.samples.group import Changes, Group, Member, SampleEnd, Training
-from actors.samples.groups import Groups
-from actors.samples.sample import PayloadLost, file_payload, read_payload, sweep_payloads, trajectory_id
-from runtime.store.errors import Fenced, Forgotten, StoreUnavailable
-from runtime.store.store import Append, Fence, Store, WriteNumber
+from rubato.actors.samples.group import Changes, Group, Member, SampleEnd, Training
+from rubato.actors.samples.groups import Groups
+from rubato.actors.samples.sample import PayloadLost, file_payload, read_payload, sweep_payloads, trajectory_id
+from rubato.runtime.store.store import Append, Fence, Fenced, Forgotten, Store, StoreUnavailable, WriteNumber
 
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
 
-    from runtime.observe.figures import Metrics
+    from rubato.runtime.observe.figures import Metrics
 
 
 ResultT = TypeVar("ResultT")
@@ -49,7 +48,7 @@ ENDS_KEPT = 20_000
 
 
 async def read_records(store: Store) -> tuple[Training, list[Group]]:
-    """What the Store has of a run. Groups come oldest first."""
+    """The Store's records of a run. Groups come oldest first."""
     training = await store.get(TRAINING)
     groups = await store.scan(GROUP)
     return (
@@ -71,7 +70,7 @@ class Wake:
 
 
 class _Written(NamedTuple):
-    """What the Store may still forget until loop time `until`."""
+    """Writes that the Store may still forget until loop time `until`."""
 
     until: float
     ends: int
@@ -97,7 +96,7 @@ class Journal:
     def __post_init__(self) -> None:
         self._number = 0
         self._before = (0, 0)
-        """What the fence said when this buffer took it over."""
+        """State of the fence when this buffer took it over."""
         self._asked = asyncio.Event()
         self._waiters: list[asyncio.Future[None]] = []
         self._kept: dict[str, bytes] = {}
@@ -169,7 +168,7 @@ class Journal:
             await self.sync()
 
     async def payloads(self, samples: Sequence[str]) -> list[bytes | None]:
-        """What the Store has of these, or is about to have."""
+        """Payloads of these that the Store has, or is about to have."""
         held = self.groups.changes.payloads
         found = {name: self._kept.get(name) or held.get(name) for name in samples}
         missing = [name for name, payload in found.items() if payload is None]
@@ -274,8 +273,7 @@ class Journal:
         found = await self.retried(lambda: self.store.fenced(self.fence.name))
         if self._before < found < (self.fence.token, 0):
             raise Fenced(
-                f"the store forgot that {self.fence.name!r} was taken over, and the one before has written since: "
-                "it is taken over again"
+                f"the store forgot that {self.fence.name!r} was taken over, and the one before has written since: it is taken over again"
             )
         stored, forgotten = await self.retried(lambda: read_records(self.store))
         more = self.groups.take_changes()  # what happened meanwhile is said too: the records show it already
@@ -335,7 +333,7 @@ class Payloads:
         self._tell_gone, self._log = tell_gone, log
 
     async def of(self, groups: Sequence[Group]) -> list[list[bytes | None]]:
-        """Of each group's scored members, in order; None for one that is gone or damaged."""
+        """Payloads of each group's scored members, in order; None for one that is gone or damaged."""
         inline = [name for group in groups for name in group.inline]
         there = dict(zip(inline, await self._journal.payloads(inline), strict=True))
         found: list[list[bytes | None]] = []

@@ -7,25 +7,25 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from actors.messages.samples import Cancel, Ticket
-from actors.samples.group import Barren, Group
-from actors.samples.groups import Groups
-from actors.samples.journal import Wake
-from bus.errors import AskFailed
-from planning.failures import STREAK, QuarantineView, quarantine
-from planning.staleness import HandOver
-from runtime.courier import Ref
+from rubato.actors.messages.samples import Cancel, Ticket
+from rubato.actors.samples.group import Barren, Group
+from rubato.actors.samples.groups import Groups
+from rubato.actors.samples.journal import Wake
+from rubato.bus.errors import AskFailed
+from rubato.planning.failures import STREAK, QuarantineView, quarantine
+from rubato.planning.staleness import HandOver
+from rubato.runtime.courier import Ref
 
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
 
-    from runtime.observe.figures import Metrics
+    from rubato.runtime.observe.figures import Metrics
 
 
 ON_THE_WAY_S = 3.0
 """A ticket may be on its way to its holder for this long."""
 
-NOBODY = 2**63
+NO_LEASE = 2**63
 """Above every incarnation."""
 
 ENV_MANAGER, TRAINER = "env_manager", "trainer"
@@ -37,7 +37,7 @@ class Holders:
 
     groups: Groups
     alive: Callable[[str], Awaitable[int]]
-    """The incarnation that a name has now; NOBODY where none."""
+    """The incarnation that a name has now; NO_LEASE where none."""
     drains: Callable[[str], Awaitable[bool]]
     """Whether who left did so because it was asked to, and is there still."""
     changed: Callable[[], None]
@@ -90,7 +90,7 @@ class Holders:
         if not is_back:
             self._gone[holder] = self._newest.get(holder, 0)
         if any(member.holder == holder for _, member in self.groups.running()):
-            below = await self.alive(holder) if is_back else NOBODY
+            below = await self.alive(holder) if is_back else NO_LEASE
             self._left(holder, below, counted=is_back or not await self.drains(holder))
 
     async def check_all(self) -> None:
@@ -135,14 +135,14 @@ def why_no_batch(groups: Groups, plan: HandOver) -> tuple[str, str]:
         admission = groups.admission()
         return f"{plan.why}; none runs: {admission.why}", ENV_MANAGER if admission.num_groups else ""
     holders = _holders(oldest)
-    held = f"at {', '.join(holders)}" if holders else "whose tickets nobody took yet"
+    held = f"at {', '.join(holders)}" if holders else "whose tickets no env_manager has taken"
     size = len(oldest.members)
     detail = f"{plan.why}; oldest group {oldest.id} has {oldest.num_settled} of {size} members, the rest {held}"
     return detail, holders[0] if holders else ENV_MANAGER
 
 
 def why_no_tickets(groups: Groups) -> tuple[str, str]:
-    """What fills the slots, and who frees the next one: the trainer where a batch is ready, else who runs the oldest group."""
+    """Filling of the slots, and the actor that frees the next one: the trainer where a batch is ready, else the oldest group's holder."""
     admission, oldest = groups.admission(), next(groups.open(), None)
     if oldest is None or sum(1 for _ in groups.ready()) >= groups.limits.batch_groups:
         return admission.why, TRAINER
@@ -156,7 +156,7 @@ def why_unfinished(group: Group) -> tuple[str, str]:
 
 
 def why_barren(barren: Barren) -> str:
-    """What became of groups that came to nothing one after another, and what to do about it."""
+    """Fates of groups that came to nothing one after another, and what to do about it."""
     num, small = barren.in_a_row, barren.too_small
     failed = ", ".join(f"{reason} {n:,}" for reason, n in sorted(barren.reasons.items(), key=lambda pair: -pair[1]))
     few = f"had fewer than two rollouts with a reward (failed: {failed})"
@@ -185,9 +185,7 @@ def _holders(group: Group) -> list[str]:
     return sorted({member.holder for member in group.members if member.state == "running"})
 
 
-ENV_REASONS = frozenset(
-    {"env_reset_failed", "env_step_failed", "env_timeout", "env_bad_result", "env_lost", "no_worker"}
-)
+ENV_REASONS = frozenset({"env_reset_failed", "env_step_failed", "env_timeout", "env_bad_result", "env_lost", "no_worker"})
 """Why a rollout ended that ended in its environment."""
 
 
@@ -283,7 +281,7 @@ class HolderRecords:
             record.trial = (tickets[0].trajectory_id, tickets[0].attempt)
 
     def why(self, holder: str) -> str:
-        """What keeps tickets from one that is set aside."""
+        """Reason why a holder that is set aside gets no tickets."""
         record = self._records.get(holder)
         if record is None:
             return f"{holder} gets tickets again"
@@ -298,7 +296,7 @@ class HolderRecords:
         return record is not None and record.does_well
 
     def _find(self, ticket: Ticket) -> tuple[str, HolderRecord | None]:
-        """Who runs it, and its record in the life that got the ticket. After a restart of the sample buffer records begin with this."""
+        """Its holder, with its record in the life that got the ticket. After a restart of the sample buffer records begin with this."""
         found = self.groups.find(ticket.trajectory_id)
         if found is None or not self.groups.wants(ticket.trajectory_id, ticket.attempt):
             return "", None

@@ -11,22 +11,22 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self
 
 import msgspec
 
-from actors.samples.group import Group, PolicyRecord, Receipt
-from planning.staleness import Admission, AdmissionView, HandOver, SupplyView, admit, hand_over
-from runtime.errors import ConfigError
+from rubato.actors.samples.group import Group, PolicyRecord, Receipt
+from rubato.planning.staleness import Admission, AdmissionView, HandOver, SupplyView, admit, hand_over
+from rubato.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
     from structlog.typing import FilteringBoundLogger
 
-    from actors.samples.groups import Groups
-    from runtime.config import Config
+    from rubato.actors.samples.groups import Groups
+    from rubato.runtime.config import Config
 
 
 class Ending(NamedTuple):
     """How a group ends that is complete and shall not train."""
 
     fate: str
-    """Of its samples."""
+    """Fate of the group's samples."""
     why: str
     """A sentence for the user, should group after group end so: what they had in common, and what to do about it."""
 
@@ -39,7 +39,7 @@ class BatchPolicy(Protocol):
         ...
 
     def complete(self, group: Group) -> Ending | None:
-        """What becomes of a group that has all its outcomes, enough of them scored. None: it may be trained. Asked again where a sample of
+        """Ending of a group that has all its outcomes, enough of them scored. None: it may be trained. Asked again where a sample of
         it was lost."""
         ...
 
@@ -63,7 +63,7 @@ class PlainPolicy:
 
 @dataclass(frozen=True)
 class PolicyJob:
-    """What a plug-in may use of the job that it is in."""
+    """Parts of its job that a plug-in may use."""
 
     config: Any
     """The sample buffer's configuration, by sections: `config.train.batch_groups`."""
@@ -146,7 +146,7 @@ class PolicyPlugin:
     # -- what is remembered -------------------------------------------------------------------------------------
 
     def state(self) -> Any:
-        """What must survive a restart, as msgspec encodes it; None where there is nothing. Set `groups.changes.training` where it changed."""
+        """State that must survive a restart, as msgspec encodes it; None: none. Set `groups.changes.training` where it changed."""
         return None
 
     @property
@@ -162,7 +162,7 @@ MakePolicy = Callable[[BatchPolicy, "Groups"], PolicyPlugin]
 
 
 def records_of(plugins: Iterable[PolicyPlugin]) -> dict[str, PolicyRecord]:
-    """What each plug-in has to remember, by its key."""
+    """State that each plug-in has to remember, by its key."""
     return {
         plugin.key: PolicyRecord(msgspec.Raw(msgspec.msgpack.encode(state)), plugin.needed)
         for plugin in plugins

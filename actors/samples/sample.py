@@ -1,4 +1,4 @@
-"""What a sample is called, whether it is whole, how a large one is kept in a file, and what became of all that was sampled."""
+"""Names of samples, whether one is whole, how a large one is kept in a file, and what became of all that was sampled."""
 
 import hashlib
 import math
@@ -10,9 +10,9 @@ from pathlib import Path
 
 import msgspec
 
-from actors.checkpoints.checkpoint import digest_of, sync_folder, write_through
-from actors.messages.samples import MOST_FIGURES, GiveUp, Segment, Trajectory, flaw_of_logprobs, flaw_of_reward
-from runtime.errors import RubatoError
+from rubato.actors.checkpoints.checkpoint import digest_of, sync_folder, write_through
+from rubato.actors.messages.samples import MOST_FIGURES, GiveUp, Segment, Trajectory, flaw_of_logprobs, flaw_of_reward
+from rubato.runtime.errors import RubatoError
 
 INLINE_BYTES = 64 * 1024
 """Payloads up to this size lie in the Store; larger ones in a file."""
@@ -28,17 +28,17 @@ class Outcome(msgspec.Struct, frozen=True, array_like=True):
     turns: int = 0
     wall_s: float = 0.0
     finish_reasons: tuple[str, ...] = ()
-    """Of each turn: `stop` or `length`."""
+    """Reason of each turn's end: `stop` or `length`."""
     cut: bool = False
     """Some turn ended at its limit, where that was more than one token."""
     scores: dict[str, float] = {}
-    """What the reward is the sum of: see Trajectory."""
+    """Parts whose sum is the reward: see Trajectory."""
     info: dict[str, float] = {}
-    """Of held-out rollouts alone, whose trajectories are not kept for the trainer."""
+    """Info of held-out rollouts alone, whose trajectories are not kept for the trainer."""
     env_s: float = 0.0
-    """Of `wall_s`, what its environment took."""
+    """Part of `wall_s` that its environment took."""
     text: str = ""
-    """Of held-out rollouts alone, while their round is under way: what the model wrote."""
+    """Text that the model wrote: of held-out rollouts alone, while their round is under way."""
 
 
 FUTURE_VERSION = "future_version"
@@ -74,7 +74,7 @@ def split_id(trajectory: str) -> tuple[str, int]:
 
 
 def group_number(name: str) -> int:
-    """What `group_id` named."""
+    """Number that `group_id` named."""
     return int(name[1:])
 
 
@@ -95,7 +95,7 @@ def noise_of(run_seed: int, trajectory: str, failures: int) -> int:
 
 
 def outcome_of(trajectory: Trajectory) -> Outcome:
-    """What the ledger tells of a trajectory. Raises ValueError where nothing was sampled."""
+    """Outcome of a trajectory, for the ledger. Raises ValueError where nothing was sampled."""
     return msgspec.structs.replace(
         spent_of(trajectory),
         version_first=trajectory.version_first,
@@ -106,13 +106,11 @@ def outcome_of(trajectory: Trajectory) -> Outcome:
 
 
 def spent_of(came: Trajectory | GiveUp) -> Outcome:
-    """What the ledger tells of a rollout that is no sample."""
+    """Outcome of a rollout that is no sample, for the ledger."""
     if isinstance(came, GiveUp):
         return Outcome(-1, None, came.tokens, came.turns, text=_text_of(came.played))
     tokens = sum(segment.mask.count(1) for segment in came.segments)
-    return Outcome(
-        -1, None, tokens, came.turns, came.wall_s, came.finish_reasons, came.cut, env_s=came.env_s, text=_text_of(came)
-    )
+    return Outcome(-1, None, tokens, came.turns, came.wall_s, came.finish_reasons, came.cut, env_s=came.env_s, text=_text_of(came))
 
 
 def _text_of(trajectory: Trajectory | None) -> str:
@@ -128,9 +126,7 @@ def flaw(trajectory: Trajectory, *, newest: int, vocab_size: int | None) -> str:
     if found := flaw_of_reward(trajectory.reward):
         return f"reward_{found}"
     if trajectory.temperature and not 1e-6 <= trajectory.temperature <= 1e6:  # logits are divided by it in float32
-        return (
-            f"bad_trajectory: its temperature is {trajectory.temperature}, which is not 0 and not within 1e-6 and 1e6"
-        )
+        return f"bad_trajectory: its temperature is {trajectory.temperature}, which is not 0 and not within 1e-6 and 1e6"
     for what, figures in (("scores", trajectory.scores), ("numbers of info", trajectory.info)):
         if len(figures) > MOST_FIGURES or not all(map(math.isfinite, figures.values())):
             return f"bad_trajectory: its {what} are more than {MOST_FIGURES}, or one of them is not finite"
@@ -228,7 +224,7 @@ TRAINED = ("trained", "zero_spread")
 
 
 class KindTally(msgspec.Struct, array_like=True):
-    """Of the samples of about one length, or of one task."""
+    """Counts of the samples of about one length, or of one task."""
 
     ended: int = 0
     """Without those that the end of the job left `unused`: it comes upon long ones more often."""
@@ -245,7 +241,7 @@ class Tally(msgspec.Struct):
     generated: int = 0
     """Tokens sampled, as far as reported; those that an engine resumed count once."""
     tokens: dict[str, int] = {}
-    """Of these, by the fate of their sample; `retried` are of attempts that another one followed, `eval` of held-out tasks."""
+    """Number of these by the fate of their sample; `retried` are of attempts that another one followed, `eval` of held-out tasks."""
     lost_attempts: int = 0
     """Attempts whose tokens were never reported."""
     lengths: dict[int, KindTally] = {}

@@ -7,15 +7,14 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 from zlib import crc32
 
-from actors.checkpoints.hf_files import read_header
-from actors.checkpoints.model_folder import Slice, vocab_size_of
-from actors.config import ModelSection
-from actors.engines.engine import CAPABILITIES, Cache, Chunk, EngineDead, EngineError, EngineLoad, Work, check_level
-from actors.engines.scheduler import Sequence, bits, check, key_of
-from actors.engines.section import EngineSection
-from actors.engines.timing import RealTime
-from actors.messages.weights import WeightsDigest
-from bus.message import pack_i32
+from rubato.actors.checkpoints.hf_files import read_header
+from rubato.actors.checkpoints.model_folder import Slice, vocab_size_of
+from rubato.actors.config import ModelSection
+from rubato.actors.engines.engine import CAPABILITIES, Cache, Chunk, EngineDead, EngineError, EngineLoad, Work, check_level
+from rubato.actors.engines.scheduler import RealTime, Sequence, bits, check, key_of
+from rubato.actors.engines.section import EngineSection
+from rubato.actors.messages.weights import WeightsDigest
+from rubato.bus.message import pack_i32
 
 
 class ScriptedSequence(Sequence):
@@ -126,9 +125,7 @@ class ScriptedEngine:
     def load(self) -> EngineLoad:
         running = sum(sequence.runs for sequence in self._requests.values())
         waiting = len(self._requests) - running
-        return EngineLoad(
-            self._section.num_slots, waiting, running, self._version, self._suspended, asleep=self._asleep
-        )
+        return EngineLoad(self._section.num_slots, waiting, running, self._version, self._suspended, asleep=self._asleep)
 
     async def stop(self) -> None:
         self._alive = False
@@ -173,7 +170,7 @@ class ScriptedEngine:
         return self._suspended or self._asleep
 
     def _look(self) -> None:
-        """Everybody who waits looks again."""
+        """Wake all that wait, to look again."""
         for sequence in self._requests.values():
             sequence.changed.set()
 

@@ -1,7 +1,7 @@
 """The scripted engine at the pace of modelled hardware (`engine.pace`): its tokens, the torch engine's batching, a roofline's time.
 
 Where an unpaced one has a latency per request, this one has steps: a batch is put together as the torch engine does it, lasts what
-the hardware would take for it, and then all its tokens are there. Steps are timers of the event loop, so that nobody waits in it.
+the hardware would take for it, and then all its tokens are there. Steps are timers of the event loop, so that a step does not block it.
 """
 
 import asyncio
@@ -11,14 +11,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from actors.checkpoints.hf_files import read_header
-from actors.config import ModelSection
-from actors.engines.engine import Chunk, Engine, EngineError, EngineLoad, Work, check_level
-from actors.engines.pace import EnginePace
-from actors.engines.scheduler import Row, Scheduler, contents
-from actors.engines.section import EngineSection, PaceSection
-from actors.scripted.engine import ScriptedEngine, ScriptedSequence
-from planning.step_cost import StepSums
+from rubato.actors.checkpoints.hf_files import read_header
+from rubato.actors.config import ModelSection
+from rubato.actors.engines.engine import Chunk, Engine, EngineError, EngineLoad, Work, check_level
+from rubato.actors.engines.pace import EnginePace
+from rubato.actors.engines.scheduler import Row, Scheduler, contents
+from rubato.actors.engines.section import EngineSection, PaceSection
+from rubato.actors.scripted.engine import ScriptedEngine, ScriptedSequence
+from rubato.planning.step_sums import StepSums
 
 Command = Callable[[], None]
 
@@ -227,7 +227,7 @@ class PacedScriptedEngine(ScriptedEngine):
         for computed in self._scheduler.computed(rows):
             sequence = self._requests.get(computed.work.request_id)
             if sequence is not computed or sequence is None:
-                continue  # nobody listens any more: it is taken out before the next step
+                continue  # its caller is gone: it is taken out before the next step
             sequence.sampled(*self._token(sequence), self._version)
             if sequence.finish_reason:
                 ended.append(sequence)

@@ -9,16 +9,15 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from actors.engines.worker import EngineRequest, EngineWorker
-from actors.messages.engines import GENERATION
-from actors.messages.fabric import PhaseIntent
-from actors.messages.generation import GenerateReply
-from actors.messages.weights import WeightsPublished
-from bus.errors import AskFailed
-from bus.message import Buffer, Message, Request
-from runtime.actor import handler
-from runtime.config import Section
-from runtime.kernel import NODE
+from rubato.actors.engines.worker import EngineRequest, EngineWorker
+from rubato.actors.messages.fabric import PhaseIntent
+from rubato.actors.messages.generation import GENERATION, GenerateReply
+from rubato.actors.messages.weights import WeightsPublished
+from rubato.bus.errors import AskFailed
+from rubato.bus.message import Buffer, Message, Request
+from rubato.runtime.actor import handler
+from rubato.runtime.config import Section
+from rubato.runtime.kernel import NODE
 
 FETCH_S = 60.0
 """A cache that does not come within this is computed here, which a scripted engine does for nothing."""

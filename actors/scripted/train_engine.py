@@ -10,10 +10,10 @@ from pathlib import Path
 
 import msgspec
 
-from actors.checkpoints import checkpoint as checkpoints
-from actors.config import ModelSection, TrainSection
-from actors.messages.samples import Trajectory
-from actors.training.engine import StepResult, TrainError
+from rubato.actors.checkpoints import checkpoint as checkpoints
+from rubato.actors.config import ModelSection, TrainSection
+from rubato.actors.messages.samples import Trajectory
+from rubato.actors.training.engine import StepResult, TrainError
 
 STATE = "scripted.json"
 

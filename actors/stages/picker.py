@@ -7,16 +7,16 @@ from weakref import WeakKeyDictionary
 
 import msgspec
 
-from actors.config import engine_specs
-from actors.messages.generation import GenerateReply, HandedOver, Route
-from actors.proxy.picker import LeastLoaded, PickerHost
-from planning.engine_info import all_asleep
-from planning.prefill_decode import StageWatch, balance, stages
-from runtime.config import ActorSpec
-from runtime.config import Config as Job
+from rubato.actors.config import engine_specs
+from rubato.actors.messages.generation import GenerateReply, HandedOver, Route
+from rubato.actors.proxy.picker import LeastLoaded, PickerHost
+from rubato.planning.engine_info import all_asleep
+from rubato.planning.prefill_decode import StageWatch, balance, stages
+from rubato.runtime.config import ActorSpec
+from rubato.runtime.config import Config as Job
 
 if TYPE_CHECKING:
-    from actors.proxy.placement import EngineSeat, ProxyRequest
+    from rubato.actors.proxy.placement import EngineSeat, ProxyRequest
 
 PREFILL, DECODE, BOTH = "prefill", "decode", "both"
 
@@ -51,7 +51,7 @@ def check_stages(job: Job) -> None:
                 f"pool {able[0].name} has count 0, so no engine is there to {other}: raise its count, or set bus.host if other "
                 "hosts are to bring them"
             )
-    if given.kind == "vllm":
+    if given.kind in ("vllm", "vllm_server"):
         raise ValueError(
             f"engine.serves is {' and '.join(sorted(serves))}, but engine.kind={given.kind} takes no KV cache from another engine: "
             f"set engine.kind={' or '.join(WITH_CACHE)}"
@@ -162,7 +162,7 @@ class StagePicker(LeastLoaded):
             return everyone
         need, stage = request.request.weights, self.stage_of(request).name
         own = self._engines[stage].values()
-        if any(not e.info.asleep and (not e.info.pinned or need.is_met_by(e.info.version)) for e in own):
+        if any(not e.info.asleep and (not e.info.pinned or need.is_met_by(e.info.version_of(need.adapter))) for e in own):
             return own
         self._fell_back(stage)
         return everyone

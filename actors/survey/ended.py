@@ -3,7 +3,7 @@
 from collections import deque
 from itertools import islice
 
-from actors.messages.orchestration import RequestEnded
+from rubato.actors.messages.orchestration import RequestEnded
 
 ENDED_KEPT = 8192
 """Of those that wait for the next survey the oldest is forgotten first."""

@@ -3,12 +3,11 @@
 import asyncio
 from collections.abc import Callable, Iterable
 
-from actors.envs.hooks import RolloutHook
-from actors.envs.recorder import Recorder
-from actors.envs.rollout import Rollout
-from actors.messages.orchestration import OutOfDate, RequestEnded, Survey, Surveyed, TrajectorySeen
-from actors.survey.ended import EndedLog
-from runtime.actor import Actor, handler
+from rubato.actors.envs.recorder import Recorder
+from rubato.actors.envs.rollout import Rollout, RolloutHook
+from rubato.actors.messages.orchestration import OutOfDate, RequestEnded, Survey, Surveyed, TrajectorySeen
+from rubato.actors.survey.ended import EndedLog
+from rubato.runtime.actor import Actor, handler
 
 
 class RolloutOutlook(RolloutHook):
@@ -24,9 +23,7 @@ class RolloutOutlook(RolloutHook):
         if ticket.purpose == "eval":
             return
         env_s, generate_s = recorder.env_s(_now()), recorder.generate_s
-        self._ended.add(
-            RequestEnded(ticket.task, ticket.row, recorder.sampled, ticket.version, env_s, generate_s, whole)
-        )
+        self._ended.add(RequestEnded(ticket.task, ticket.row, recorder.sampled, ticket.version, env_s, generate_s, whole))
 
     @handler
     async def survey(self, request: Survey) -> Surveyed | OutOfDate:

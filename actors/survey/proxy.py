@@ -2,13 +2,13 @@
 
 from zlib import crc32
 
-from actors.messages.generation import Aborted, Completion
-from actors.messages.orchestration import OutOfDate, RequestEnded, RequestSeen, Survey, Surveyed
-from actors.proxy.hooks import ProxyHook
-from actors.proxy.placement import ProxyRequest
-from actors.proxy.proxy import LLMProxy
-from actors.survey.ended import EndedLog
-from runtime.actor import handler
+from rubato.actors.messages.generation import Aborted, Completion
+from rubato.actors.messages.orchestration import OutOfDate, RequestEnded, RequestSeen, Survey, Surveyed
+from rubato.actors.proxy.picker import ProxyHook
+from rubato.actors.proxy.placement import ProxyRequest
+from rubato.actors.proxy.proxy import LLMProxy
+from rubato.actors.survey.ended import EndedLog
+from rubato.runtime.actor import handler
 
 
 class Surveys(ProxyHook):

@@ -2,12 +2,12 @@
 
 from collections import Counter
 
-from actors.messages.fabric import PhaseIntent
-from actors.messages.generation import Generate, GenerateReply
-from actors.proxy.hooks import ProxyHook
-from actors.proxy.placement import EngineSeat
-from actors.proxy.proxy import LLMProxy
-from bus.errors import NotSent
+from rubato.actors.messages.fabric import PhaseIntent
+from rubato.actors.messages.generation import Generate, GenerateReply
+from rubato.actors.proxy.picker import ProxyHook
+from rubato.actors.proxy.placement import EngineSeat
+from rubato.actors.proxy.proxy import LLMProxy
+from rubato.bus.errors import NotSent
 
 
 class RolloutPhases(ProxyHook):

@@ -17,22 +17,12 @@ from collections.abc import Callable, Sequence
 import zmq
 from zmq.utils import z85
 
-from bus import limits
-from bus.errors import BadAddress
-from bus.keys import Keys
-from bus.libzmq.socket import (
-    BURST,
-    LAST_WORDS,
-    LoopSocket,
-    Socket,
-    bind_to,
-    connect_to,
-    new_context,
-    new_dealer,
-    new_router,
-)
-from bus.link import Rest
-from bus.transport import ABSENT, GONE, LAST_SENDS_S, Transport
+from rubato.bus import limits
+from rubato.bus.errors import BadAddress
+from rubato.bus.keys import Keys
+from rubato.bus.libzmq.socket import BURST, LAST_WORDS, LoopSocket, Socket, bind_to, connect_to, new_context, new_dealer, new_router
+from rubato.bus.link import Rest
+from rubato.bus.transport import ABSENT, GONE, LAST_SENDS_S, Transport
 
 LINGER_MS = int(1000 * LAST_SENDS_S)
 
@@ -88,9 +78,7 @@ class ZmqContext:
 class SocketMonitor:
     """Reports what happens to the connections of `watched`, from before its first `connect` or `bind`: (event, value)."""
 
-    def __init__(
-        self, zmq_context: ZmqContext, watched: Socket, events: int, happened: Callable[[zmq.Event, int], None]
-    ) -> None:
+    def __init__(self, zmq_context: ZmqContext, watched: Socket, events: int, happened: Callable[[zmq.Event, int], None]) -> None:
         self._watched = watched
         self._happened = happened
         # pyzmq's own helper names the endpoint after the descriptor, which is used again while the old endpoint still lives.
@@ -118,7 +106,7 @@ class SocketMonitor:
 
 
 class Dialled:
-    """A DEALER connected to `address`. Its owner is told of each sign that the link is over."""
+    """A DEALER connected to `address`. It reports each sign that the link is over to its owner."""
 
     def __init__(self, zmq_context: ZmqContext, address: str) -> None:
         """Raises BadAddress, and zmq.ZMQError when there are no more sockets."""
@@ -291,9 +279,7 @@ class ZmqListener:
         self._socket.drain(LAST_WORDS)
         while self._silent > 0:
             self._silent -= 1
-            self._owner.refusals.add(
-                "handshake", f"a connection ended before it said who it is: {self._failure or 'no ZMTP'}"
-            )
+            self._owner.refusals.add("handshake", f"a connection ended before it said who it is: {self._failure or 'no ZMTP'}")
         self._failure = ""
 
     def _bury(self) -> None:

@@ -19,12 +19,12 @@ import zmq
 # The C methods themselves: the wrapper around `send` costs more than twice what `send` does.
 from zmq.backend import Socket as RawSocket
 
-from bus import limits
-from bus.address import Address, parse
-from bus.codec import MAX_FRAME_BYTES, MAX_PARTS, cut
-from bus.errors import BadAddress
-from bus.keys import Keys
-from bus.transport import Transport
+from rubato.bus import limits
+from rubato.bus.address import Address, parse
+from rubato.bus.codec import MAX_FRAME_BYTES, MAX_PARTS, cut
+from rubato.bus.errors import BadAddress
+from rubato.bus.keys import Keys
+from rubato.bus.transport import Transport
 
 BURST = 64
 """Messages read before the loop runs something else; each may hold 512 envelopes."""

@@ -13,13 +13,13 @@ import socket
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from bus import limits
-from bus.address import check_free
-from bus.codec import cut
-from bus.errors import BadAddress, BadFrame
-from bus.link import Peer, Rest
-from bus.transport import GONE, LAST_SENDS_S, Transport
-from bus.unix.zmtp import GREETING, PING, Reader, header, ready
+from rubato.bus import limits
+from rubato.bus.address import check_free
+from rubato.bus.codec import cut
+from rubato.bus.errors import BadAddress, BadFrame
+from rubato.bus.link import Peer, Rest
+from rubato.bus.transport import GONE, LAST_SENDS_S, Transport
+from rubato.bus.unix.zmtp import GREETING, PING, Reader, header, ready
 
 READ_BYTES = 64 * 1024
 """Read at a time, so that no peer holds the loop up; more within a large part, which is only put aside."""
@@ -48,9 +48,7 @@ PAUSE_S = 1.0
 class UnixConnection:
     """Owns `connection`; see Connection. One that was taken in is given up once its peer leaves `MAX_QUEUED` parts unread."""
 
-    def __init__(
-        self, connection: socket.socket, peer: Peer, owner: Transport, *, ended: "Callable[[UnixConnection, str], None]"
-    ) -> None:
+    def __init__(self, connection: socket.socket, peer: Peer, owner: Transport, *, ended: "Callable[[UnixConnection, str], None]") -> None:
         """`ended` is called once, later than whatever found out, unless we close it ourselves."""
         connection.setblocking(False)
         self.peer: Peer = peer

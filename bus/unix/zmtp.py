@@ -6,8 +6,8 @@ Greeting and READY leave at once, without waiting for the peer's: a link costs n
 import struct
 from collections.abc import Callable, Sequence
 
-from bus.codec import MAX_BUFFERS_BYTES, MAX_FRAME_BYTES, MAX_PARTS
-from bus.errors import BadFrame
+from rubato.bus.codec import MAX_BUFFERS_BYTES, MAX_FRAME_BYTES, MAX_PARTS
+from rubato.bus.errors import BadFrame
 
 SIGNATURE = b"\xff\0\0\0\0\0\0\0\0\x7f"
 MECHANISM = b"NULL".ljust(20, b"\0")
@@ -48,18 +48,7 @@ def header(size: int, *, more: bool = False) -> bytes:
 class Reader:
     """Puts together what one peer says. After an error it must not be fed again."""
 
-    __slots__ = (
-        "_answer",
-        "_beside",
-        "_flags",
-        "_heard",
-        "_is_greeted",
-        "_part",
-        "_size_bytes",
-        "_tail",
-        "is_ready",
-        "missing",
-    )
+    __slots__ = ("_answer", "_beside", "_flags", "_heard", "_is_greeted", "_part", "_size_bytes", "_tail", "is_ready", "missing")
 
     def __init__(self, heard: Heard, answer: Callable[[bytes], None]) -> None:
         """`answer` sends raw bytes back: the reply to a PING."""

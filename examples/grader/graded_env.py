@@ -4,7 +4,7 @@ import random
 
 from messages import Grade
 
-from runtime.actor import ref
+from rubato.runtime.actor import ref
 
 ARROWS = {"<": "left", "v": "down", ">": "right", "^": "up"}
 

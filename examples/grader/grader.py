@@ -6,10 +6,10 @@ from typing import ClassVar
 from messages import Grade, Graded
 from pydantic import Field
 
-from actors.config import RewardSection
-from actors.messages.samples import NotScored, Score, Scores
-from runtime.actor import Actor, handler
-from runtime.config import ActorConfig, Section
+from rubato.actors.config import RewardSection
+from rubato.actors.messages.samples import NotScored, Score, Scores
+from rubato.runtime.actor import Actor, handler
+from rubato.runtime.config import ActorConfig, Section
 
 
 class GraderSection(Section):

@@ -2,7 +2,7 @@
 
 from typing import ClassVar
 
-from bus.message import Message, Request
+from rubato.bus.message import Message, Request
 
 
 class Graded(Message, frozen=True):

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from messages import Grade
 
-from runtime.config import from_mapping
-from runtime.embed import embed
+from rubato.runtime.config.compose import from_mapping
+from rubato.runtime.embed import embed
 
 JOB = {
     "actors": {"grader": {"class": f"{Path(__file__).parent}/grader.py:Grader"}},

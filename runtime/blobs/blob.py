@@ -1,4 +1,4 @@
-"""Blobs: immutable, named, versioned, checksummed buffers; written once, mapped or pulled by whoever needs them.
+"""Blobs: immutable, named, versioned, checksummed buffers; written once, mapped or pulled by the processes that need them.
 
 The digest of a blob is SHA-256 over the SHA-256 of each 4 MiB piece, so that pieces are hashed side by side and checked one by one.
 """
@@ -8,10 +8,9 @@ import hashlib
 import os
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
-from functools import partial
 from typing import NamedTuple, Protocol, TypeVar
 
-from runtime.errors import RubatoError
+from rubato.runtime.errors import RubatoError
 
 ResultT = TypeVar("ResultT")
 
@@ -28,7 +27,7 @@ INLINE_BYTES = 256 * 1024
 MAX_BLOB_BYTES = 1 << 40
 
 KEPT = 2
-"""Current and previous version: a reader that was told of one is never too late by a single publish."""
+"""Versions of a name that stay, the newest and the one before: a reader may be late by one publish."""
 
 
 def piece_digest(piece: memoryview | bytes) -> bytes:
@@ -52,9 +51,7 @@ def digest_of(content: memoryview | bytes) -> str:
     return join_digests(piece_digests(content))
 
 
-async def spread(
-    count: int, work: Callable[[int], ResultT], size_bytes: int, pool: Executor | None = None
-) -> list[ResultT]:
+async def spread(count: int, work: Callable[[int], ResultT], size_bytes: int, pool: Executor | None = None) -> list[ResultT]:
     """`work(0)` … `work(count - 1)` in order, done by several threads at once where that pays; off the event loop."""
     if size_bytes <= INLINE_BYTES:
         return [work(index) for index in range(count)]
@@ -106,9 +103,11 @@ class BlobInfo(NamedTuple):
 class Draft:
     """A blob that is being written, in the memory in which it will be read."""
 
-    def __init__(self, info: BlobInfo, memory: memoryview, show: Callable[[BlobInfo], Awaitable[BlobInfo]]) -> None:
+    def __init__(self, info: BlobInfo, memory: memoryview, show: Callable[[BlobInfo], Awaitable[BlobInfo]], segment: int = -1) -> None:
+        self.segment = segment
+        """By which other processes of the host write into it too, with `BlobStore.shared`."""
         self.memory = memory
-        """Writable. Whoever holds it, or a slice of it, keeps the memory from being used for anything else."""
+        """Writable. It is used for nothing else while there is a reference to it, or to a slice of it."""
         self._info = info
         self._show = show
 
@@ -127,9 +126,11 @@ class BlobStore(Protocol):
         """Room for a blob of this size. A draft that is let go of without `publish` leaves nothing."""
         ...
 
-    async def put(
-        self, name: str, version: int, epoch: int, parts: Sequence[memoryview | bytes], *, checked: bool = True
-    ) -> BlobInfo:
+    async def shared(self, segment: int, size_bytes: int) -> memoryview:
+        """The memory, writable, of a draft of this size that another process of this host began and has not published."""
+        ...
+
+    async def put(self, name: str, version: int, epoch: int, parts: Sequence[memoryview | bytes], *, checked: bool = True) -> BlobInfo:
         """Concatenate `parts` into version `version`. The same version under a higher epoch replaces it; under a lower one is
         ignored, and the standing one is returned. Without `checked` it gets no digest: readers on this host alone can use it."""
         ...
@@ -143,6 +144,10 @@ class BlobStore(Protocol):
         ...
 
     async def newest(self, name: str) -> BlobInfo | None: ...
+
+    async def forget(self, name: str) -> None:
+        """Free every version of it on this host; what was got stays for who has it."""
+        ...
 
     async def close(self) -> None:
         """Let go of everything; what `get` returned must not be used any more."""
@@ -163,47 +168,3 @@ def check_blob(name: str, version: int) -> None:
 def by_age(blobs: Sequence[BlobInfo]) -> list[BlobInfo]:
     """Oldest first. A later epoch is newer whatever the version: its writer began again from an older one."""
     return sorted(blobs, key=lambda info: (info.epoch, info.version))
-
-
-class MemoryBlobStore:
-    """Keeps the newest two versions of each name."""
-
-    def __init__(self) -> None:
-        self._blobs: dict[str, dict[int, tuple[BlobInfo, memoryview]]] = {}
-
-    async def draft(self, name: str, version: int, epoch: int, size_bytes: int) -> Draft:
-        check_blob(name, version)
-        memory = memoryview(bytearray(size_bytes))
-        return Draft(BlobInfo(name, version, epoch, "", size_bytes), memory, partial(self._show, memory.toreadonly()))
-
-    async def put(
-        self, name: str, version: int, epoch: int, parts: Sequence[memoryview | bytes], *, checked: bool = True
-    ) -> BlobInfo:
-        check_blob(name, version)
-        content = b"".join(parts)
-        info = BlobInfo(name, version, epoch, digest_of(content) if checked else "", len(content))
-        return await self._show(memoryview(content), info)
-
-    async def _show(self, content: memoryview, info: BlobInfo) -> BlobInfo:
-        versions = self._blobs.setdefault(info.name, {})
-        known = versions.get(info.version)
-        if known is not None and known[0].epoch > info.epoch:
-            return known[0]
-        versions[info.version] = (info, content)
-        for old in by_age([each for each, _ in versions.values()])[:-KEPT]:
-            del versions[old.version]
-        return info
-
-    async def get(self, name: str, version: int, *, check: bool = True) -> tuple[BlobInfo, memoryview]:
-        """`check` changes nothing: what lies in one's own memory was never anywhere else."""
-        try:
-            return self._blobs[name][version]
-        except KeyError:
-            raise missing(name, version) from None
-
-    async def newest(self, name: str) -> BlobInfo | None:
-        versions = self._blobs.get(name)
-        return by_age([info for info, _ in versions.values()])[-1] if versions else None
-
-    async def close(self) -> None:
-        """Nothing to let go of: what was put stays, for the others that hold this store."""

@@ -1,7 +1,9 @@
 """A process's way to the blobs of its host: maps each segment once, and tells the agent when the last view of a blob is gone.
 
 A view's lifetime is its drop token: `get` hands out memory whose owner, when Python frees it, sends the token back. So memory is
-never used again under somebody who still reads it, and no reader has to remember to release anything.
+never used again while a reader still has it, and no reader has to remember to release anything.
+
+What it and the agent say to each other, a packet each, is at the top; docs/bus.md has the protocol.
 """
 
 import asyncio
@@ -18,7 +20,9 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TypeVar
 
-from runtime.blobs.blob import (
+import msgspec
+
+from rubato.runtime.blobs.blob import (
     PIECE_BYTES,
     BlobError,
     BlobInfo,
@@ -30,21 +34,87 @@ from runtime.blobs.blob import (
     piece_digest,
     spread,
 )
-from runtime.blobs.packets import (
-    MAX_PACKET,
-    Absent,
-    Begin,
-    Denied,
-    Drop,
-    Found,
-    Get,
-    Publish,
-    ReplyPacket,
-    RequestPacket,
-    Room,
-    decode_reply,
-    encode,
-)
+
+MAX_PACKET = 4096
+"""Bytes: names are short, and contents travel as file descriptors."""
+
+
+class Begin(msgspec.Struct, tag=True, array_like=True):
+    """Lend me a segment of at least this size to write into."""
+
+    size_bytes: int
+
+
+class Share(msgspec.Struct, tag=True, array_like=True):
+    """Lend me, to write into it too, the segment of at least this size that another process of this host was lent and has not published."""
+
+    segment: int
+    size_bytes: int
+
+
+class Publish(msgspec.Struct, tag=True, array_like=True):
+    """The segment holds this blob; show it. I write no more."""
+
+    segment: int
+    info: BlobInfo
+
+
+class Get(msgspec.Struct, tag=True, array_like=True):
+    """Lend me the segment of this version; -1 asks for the newest one's description alone."""
+
+    name: str
+    version: int
+
+
+class Forget(msgspec.Struct, tag=True, array_like=True):
+    """Free every version of this name; answered by `Absent`."""
+
+    name: str
+
+
+class Drop(msgspec.Struct, tag=True, array_like=True):
+    """I use that segment no more, once: the token that one `Begin`, `Share` or `Get` gave. Not answered."""
+
+    segment: int
+
+
+class Room(msgspec.Struct, tag=True, array_like=True):
+    """A segment to write into, lent until it is dropped."""
+
+    segment: int
+    capacity: int
+    gone: tuple[int, ...] = ()
+    """Segments this connection mapped that exist no more: unmap them."""
+
+
+class Found(msgspec.Struct, tag=True, array_like=True):
+    """What the agent holds; `segment` is lent until it is dropped, or -1 where none was asked for."""
+
+    info: BlobInfo
+    segment: int = -1
+    capacity: int = 0
+    gone: tuple[int, ...] = ()
+
+
+class Absent(msgspec.Struct, tag=True, array_like=True):
+    """No such blob."""
+
+
+class Denied(msgspec.Struct, tag=True, array_like=True):
+    """The request makes no sense."""
+
+    why: str
+
+
+RequestPacket = Begin | Share | Publish | Get | Forget | Drop
+
+ReplyPacket = Room | Found | Absent | Denied
+
+encode = msgspec.msgpack.Encoder().encode
+
+decode_request = msgspec.msgpack.Decoder(RequestPacket).decode
+
+decode_reply = msgspec.msgpack.Decoder(ReplyPacket).decode
 
 ReplyT = TypeVar("ReplyT", Room, Found)
 
@@ -63,11 +133,13 @@ class BlobClient:
         check_blob(name, version)
         reply, memory = await self._ask(Begin(size_bytes), Room, name, version)
         info = BlobInfo(name, version, epoch, "", size_bytes)
-        return Draft(info, memory[:size_bytes], partial(self._show, reply.segment))
+        return Draft(info, memory[:size_bytes], partial(self._show, reply.segment), reply.segment)
 
-    async def put(
-        self, name: str, version: int, epoch: int, parts: Sequence[memoryview | bytes], *, checked: bool = True
-    ) -> BlobInfo:
+    async def shared(self, segment: int, size_bytes: int) -> memoryview:
+        _, memory = await self._ask(Share(segment, size_bytes), Room, f"in segment {segment}", 0)
+        return memory[:size_bytes]
+
+    async def put(self, name: str, version: int, epoch: int, parts: Sequence[memoryview | bytes], *, checked: bool = True) -> BlobInfo:
         views = [view for part in parts if (view := memoryview(part)).nbytes]
         views = [view if view.ndim == 1 and view.format == "B" else view.cast("B") for view in views]
         draft = await self.draft(name, version, epoch, sum(map(len, views)))
@@ -88,6 +160,10 @@ class BlobClient:
         except BlobMissing:
             return None
 
+    async def forget(self, name: str) -> None:
+        with contextlib.suppress(BlobMissing):
+            await self._ask(Forget(name), Found, name, -1)
+
     async def close(self) -> None:
         if self._connection is not None:
             self._connection.hang_up("it was closed here")
@@ -96,18 +172,14 @@ class BlobClient:
     async def _show(self, segment: int, info: BlobInfo) -> BlobInfo:
         return (await self._ask(Publish(segment, info), Found, info.name, info.version))[0].info
 
-    async def _ask(
-        self, request: RequestPacket, wanted: type[ReplyT], name: str, version: int
-    ) -> tuple[ReplyT, memoryview]:
+    async def _ask(self, request: RequestPacket, wanted: type[ReplyT], name: str, version: int) -> tuple[ReplyT, memoryview]:
         """The answer and what it lends. Raises BlobError for any other answer than `wanted`."""
         try:
             if self._connection is None or self._connection.is_over:
                 self._connection = _Connection(self._path)
             reply, memory = await self._connection.ask(request)
         except OSError as error:
-            raise BlobError(
-                f"the node agent's blobs at {self._path} can't be reached: {error.strerror or error}"
-            ) from error
+            raise BlobError(f"the node agent's blobs at {self._path} can't be reached: {error.strerror or error}") from error
         if isinstance(reply, wanted):
             return reply, memory
         if isinstance(reply, Absent):
@@ -117,7 +189,7 @@ class BlobClient:
 
 class _Connection:
     """One connection to the agent and what is mapped by way of it. Its end is the end of every token, so it is never cut for a
-    cancelled request: what that one was lent goes back when its answer comes and nobody takes it."""
+    cancelled request: memory lent to that one goes back when the answer comes, since no caller takes it."""
 
     def __init__(self, path: Path) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -195,7 +267,7 @@ class _Connection:
             future.set_result((reply, lent))
 
     def _view(self, reply: Room | Found) -> memoryview:
-        """The segment that was lent; its token goes back when nobody refers to any of it any more."""
+        """The segment that was lent; its token goes back when the last reference to any of it is gone."""
         import numpy
 
         owner = numpy.frombuffer(self._maps[reply.segment], numpy.uint8)

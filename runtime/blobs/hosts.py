@@ -6,10 +6,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar
 
-from bus.errors import AskFailed
-from bus.message import Buffer
-from runtime.actor import Actor, handler
-from runtime.blobs.blob import (
+from rubato.bus.errors import AskFailed
+from rubato.bus.message import Buffer
+from rubato.runtime.actor import Actor, handler
+from rubato.runtime.blobs.blob import (
     DIGEST_BYTES,
     MAX_BLOB_BYTES,
     PIECE_BYTES,
@@ -23,20 +23,9 @@ from runtime.blobs.blob import (
     piece_digest,
     piece_digests_beside,
 )
-from runtime.blobs.messages import (
-    BlobPiece,
-    BlobPieces,
-    FindNewest,
-    GetPiece,
-    GetPieces,
-    Newest,
-    NotHere,
-    NotPulled,
-    PullBlob,
-    Pulled,
-)
-from runtime.blobs.patches import delta_name, has_before, patch
-from runtime.kernel import Kernel
+from rubato.runtime.blobs.patches import delta_name, has_before, patch
+from rubato.runtime.kernel import Kernel
+from rubato.runtime.messages import BlobPiece, BlobPieces, FindNewest, GetPiece, GetPieces, Newest, NotHere, NotPulled, PullBlob, Pulled
 
 PIECE_S = 10.0
 """A source that gives nothing for so long is left for the next: longer than one piece takes on a slow link (4 MiB at 4 Mbit/s),
@@ -71,9 +60,7 @@ Ask = Callable[[str, Any], Awaitable[Any]]
 class Pull:
     """One blob on its way here. `memory` fills up in no particular order; relays read it meanwhile."""
 
-    def __init__(
-        self, info: BlobInfo, draft: Draft, ask: Ask, offload: Callable[..., Awaitable[Any]], *, check: bool = True
-    ) -> None:
+    def __init__(self, info: BlobInfo, draft: Draft, ask: Ask, offload: Callable[..., Awaitable[Any]], *, check: bool = True) -> None:
         self.info = info
         self.digests: bytes | None = None
         """Of the pieces, once a source told them and they were found to be this blob's."""
@@ -138,7 +125,7 @@ class Pull:
         return self.digests
 
     async def _pull_apart(self, sources: Sequence[str]) -> None:
-        """Piece i from source i mod n. What one of them does not give stays missing, for whoever comes next."""
+        """Piece i from source i mod n. What one of them does not give stays missing, for the next source."""
         parts = [deque(i for i in self._missing if i % len(sources) == n) for n in range(len(sources))]
         self._missing.clear()
 
@@ -174,17 +161,13 @@ class Pull:
         assert isinstance(reply, BlobPieces)
         digests = bytes(reply.digests)
         if join_digests(digests) != self.info.digest:
-            raise BlobCorrupt(
-                f"the digests that {source} gives are not those of blob {self.info.name} {self.info.version}"
-            )
+            raise BlobCorrupt(f"the digests that {source} gives are not those of blob {self.info.name} {self.info.version}")
         if len(digests) != DIGEST_BYTES * self._num_pieces:
             raise BlobCorrupt(f"blob {self.info.name} {self.info.version} does not have {self.info.size_bytes} bytes")
         return digests
 
-    async def _work(
-        self, source: str, missing: deque[int], failures: list[AskFailed | BlobError], *, most: int = -1
-    ) -> None:
-        """Nobody is cancelled when another fails: a piece that has arrived is still checked and kept."""
+    async def _work(self, source: str, missing: deque[int], failures: list[AskFailed | BlobError], *, most: int = -1) -> None:
+        """Fetch pieces until one fails; those under way then are not cancelled: a piece that arrives is still checked and kept."""
         while missing and not failures and most:
             index, most = missing.popleft(), most - 1
             try:
@@ -240,7 +223,7 @@ class _Served:
         return memoryview(piece)
 
     async def pieces(self) -> bytes:
-        """Hashed once, whoever asks."""
+        """The digests of all pieces, computed at the first call."""
         async with self._hashing:
             if self._digests is None:
                 self._digests = b"".join(await piece_digests_beside(self._content))
@@ -302,7 +285,7 @@ class HostBlobs(Actor):
 
     async def _begin(self, key: Key, info: BlobInfo, request: PullBlob) -> None:
         draft = await self.blobs.draft(info.name, info.version, info.epoch, info.size_bytes)
-        if key in self._pulls:  # somebody else began meanwhile
+        if key in self._pulls:  # another request began it meanwhile
             return
         pull = Pull(info, draft, self._ask, self.offload)
         done: asyncio.Future[Pulled | NotPulled] = asyncio.get_running_loop().create_future()

@@ -4,7 +4,7 @@ from itertools import accumulate, pairwise
 
 import msgspec
 
-from runtime.blobs.blob import PIECE_BYTES, BlobCorrupt, BlobInfo, BlobMissing, BlobStore, piece_digest, spread
+from rubato.runtime.blobs.blob import PIECE_BYTES, BlobCorrupt, BlobInfo, BlobMissing, BlobStore, piece_digest, spread
 
 FULL_EVERY = 16
 """So often a version travels whole, whatever changed: what goes wrong with a chain of deltas does not outlive it."""
@@ -21,10 +21,16 @@ def delta_name(name: str) -> str:
     return f"{name}.delta"
 
 
+async def forget(blobs: BlobStore, name: str) -> None:
+    """Free what this host has of the blob `name`, and of what changed in it."""
+    for each in (name, delta_name(name)):
+        await blobs.forget(each)
+
+
 async def put_delta(blobs: BlobStore, info: BlobInfo, memory: memoryview) -> BlobInfo | None:
     """Put what changed in `memory`, which is about to be shown as `info`, since the version before. None where `info` is to travel whole:
     that version is not here, too much changed, or a whole one is due."""
-    from runtime.blobs.delta import changes, num_changed
+    from rubato.runtime.blobs.delta import changes, num_changed
 
     before = await _before(blobs, info)
     if before is None or info.version % FULL_EVERY == 0:
@@ -46,7 +52,7 @@ async def patch(blobs: BlobStore, info: BlobInfo, delta: memoryview, memory: mem
 
     Raises BlobMissing where that version is not here, BlobCorrupt where `delta` is of another size.
     """
-    from runtime.blobs.delta import apply
+    from rubato.runtime.blobs.delta import apply
 
     before, cut, pieces = await _before(blobs, info), slices(info.size_bytes), _pieces(delta)
     if before is None:

@@ -4,7 +4,7 @@ Wire: one SOCK_SEQPACKET connection per client, one MessagePack struct per packe
 with a reply only when its connection has not had it before: each process maps a segment once. A writer is lent a segment, fills it and names
 its digest; only then is it visible. A client that dies gives back everything it was lent: half-written blobs and drop tokens alike.
 
-Segments stay mapped in their users and are used again once nobody reads them: a fresh mapping costs a page fault per page and an
+Segments stay mapped in their users and are used again once no process reads them: a fresh mapping costs a page fault per page and an
 unmapping at the end, more than copying the pages. So a segment belongs to the writer that first asked for it, who keeps it mapped;
 once its blob is freed and every reader has dropped it, that writer gets it back.
 """
@@ -18,18 +18,20 @@ from pathlib import Path
 
 import msgspec
 
-from runtime.blobs.blob import KEPT, MAX_BLOB_BYTES, BlobInfo, by_age
-from runtime.blobs.packets import (
+from rubato.runtime.blobs.blob import KEPT, MAX_BLOB_BYTES, BlobInfo, by_age
+from rubato.runtime.blobs.client import (
     MAX_PACKET,
     Absent,
     Begin,
     Denied,
     Drop,
+    Forget,
     Found,
     Publish,
     ReplyPacket,
     RequestPacket,
     Room,
+    Share,
     decode_request,
     encode,
 )
@@ -41,7 +43,7 @@ Answer = tuple[ReplyPacket | None, "MemorySegment | None"]
 """A reply, and the segment that it lends."""
 
 F_SEAL_FUTURE_WRITE = 0x10
-"""Linux 5.1: what is mapped for writing stays so, nobody else gets to write. Python names it from 3.13 on."""
+"""Linux 5.1: a writable mapping stays writable, and no further one can be made. Python names it from 3.13 on."""
 
 SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | F_SEAL_FUTURE_WRITE
 
@@ -114,11 +116,17 @@ class BlobServer:
         """The reply, and the segment it lends. Raises KeyError for a token that the client does not hold."""
         if isinstance(request, Begin):
             return self._begin(request, client)
+        if isinstance(request, Share):
+            return self._share(request, client)
         if isinstance(request, Publish):
             return self._finish(request, client), None
         if isinstance(request, Drop):
             self._slab.drop(client, request.segment)
             return None, None
+        if isinstance(request, Forget):
+            for _, segment in self._blobs.pop(request.name, {}).values():
+                self._slab.hide(segment)
+            return Absent(), None
         versions = self._blobs.get(request.name, {})
         if request.version < 0 and versions:
             return Found(by_age([info for info, _ in versions.values()])[-1]), None
@@ -136,6 +144,13 @@ class BlobServer:
             segment = self._slab.lend_to_write(client, request.size_bytes)
         except OSError as error:
             return Denied(f"no memory file of {request.size_bytes} bytes: {error.strerror}"), None
+        return Room(segment.number, segment.capacity, self._slab.gone_for(client, MAX_GONE)), segment
+
+    def _share(self, request: Share, client: socket.socket) -> Answer:
+        segment = self._slab.unshown(request.segment)
+        if segment is None or not 0 <= request.size_bytes <= segment.capacity:
+            return Denied(f"segment {request.segment} is no draft of {request.size_bytes} bytes"), None
+        self._slab.lend(client, segment)
         return Room(segment.number, segment.capacity, self._slab.gone_for(client, MAX_GONE)), segment
 
     def _finish(self, request: Publish, client: socket.socket) -> Found | Denied:
@@ -201,7 +216,7 @@ class Slab:
         self._tokens[user], self._spares[user], self._knows[user], self._gone[user] = Counter(), [], set(), []
 
     def leave(self, user: object) -> None:
-        """Everything `user` held is dropped, as if it had said so; what it alone could write is freed when nobody reads it."""
+        """Everything `user` held is dropped, as if it had said so; segments that it wrote are freed once no process reads them."""
         tokens, spares = self._tokens.pop(user), self._spares.pop(user)
         del self._knows[user], self._gone[user]
         for segment in spares:
@@ -212,7 +227,7 @@ class Slab:
             self._settle(segment)
 
     def lend_to_write(self, user: object, size_bytes: int) -> MemorySegment:
-        """A segment that nobody uses, of at least `size_bytes`; one token of it goes to `user`."""
+        """A segment without users, of at least `size_bytes`; one token of it goes to `user`."""
         spares = self._spares[user]
         fitting = [s for s in spares if size_bytes <= s.capacity <= capacity_for(2 * size_bytes)]
         if fitting:
@@ -247,10 +262,13 @@ class Slab:
     def written_by(self, user: object, number: int) -> MemorySegment | None:
         """The segment, if `user` holds it and may write into it."""
         segment = self._segments.get(number)
-        usable = (
-            segment is not None and segment.writer is user and not segment.is_shown and self._tokens[user][number] > 0
-        )
+        usable = segment is not None and segment.writer is user and not segment.is_shown and self._tokens[user][number] > 0
         return segment if usable else None
+
+    def unshown(self, number: int) -> MemorySegment | None:
+        """The segment, if it is lent to its writer and no blob lies in it yet."""
+        segment = self._segments.get(number)
+        return segment if segment is not None and segment.users and not segment.is_shown else None
 
     def hide(self, segment: MemorySegment) -> None:
         """Its blob is freed; the segment goes back once every token of it is dropped."""
@@ -279,7 +297,7 @@ class Slab:
         return len(self._segments)
 
     def _settle(self, segment: MemorySegment) -> None:
-        """What nobody uses becomes its writer's spare, or is freed."""
+        """A segment without users becomes its writer's spare, or is freed."""
         if segment.users or segment.is_shown:
             return
         spares = self._spares.get(segment.writer)

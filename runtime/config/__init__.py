@@ -1,7 +1,7 @@
 """Configuration: sections declared by actors, composed into one tree, read from YAML with dotted overrides."""
 
-from runtime.config.config import Config, from_mapping, load, load_without_types
-from runtime.config.sections import ActorConfig, ActorSpec, BusSection, ReportSection, RunSection, Section, StateSection
+from rubato.runtime.config.config import Config, load_without_types
+from rubato.runtime.config.sections import ActorConfig, ActorSpec, BusSection, ReportSection, RunSection, Section, StateSection
 
 __all__ = [
     "ActorConfig",
@@ -12,7 +12,5 @@ __all__ = [
     "RunSection",
     "Section",
     "StateSection",
-    "from_mapping",
-    "load",
     "load_without_types",
 ]

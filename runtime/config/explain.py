@@ -9,7 +9,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from runtime.config.source import ConfigSource, Keys
+from rubato.runtime.config.source import ConfigSource, Keys
 
 MAX_SENTENCES = 5
 

@@ -6,10 +6,9 @@ from typing import Any, cast
 
 import msgspec
 
-from bus.message import Message
-from runtime import messages
-from runtime.config.config import Config
-from runtime.importer import OURS, PACKAGES
+from rubato.bus.message import Message
+from rubato.runtime import messages
+from rubato.runtime.config.config import Config
 
 IGNORED = frozenset({"default", "default_factory", "cls"})
 """Of a type's description: not on the wire, or described by its other parts."""
@@ -23,13 +22,6 @@ def schema_of(config: Config) -> str:
     found = {message for spec in specs for message in (spec.message, *spec.replies.values())}
     own = {each for each in vars(messages).values() if isinstance(each, type) and issubclass(each, Message)}
     return fingerprint(found | own)
-
-
-def sources() -> str:
-    """Which files of ours there are, of which length and time: where two processes of a host agree on it, so do their message types."""
-    found = sorted(path for package in PACKAGES for path in (OURS / package).rglob("*.py"))
-    told = [(str(path), stat.st_size, stat.st_mtime_ns) for path in found if (stat := path.stat())]
-    return hashlib.blake2b(repr(told).encode(), digest_size=8).hexdigest()
 
 
 def fingerprint(types: Iterable[type[Message]]) -> str:

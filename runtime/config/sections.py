@@ -18,7 +18,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from bus.address import bare, parse_ports, spelt
+from rubato.bus.address import bare, parse_ports, spelt
 
 YES, NO = ("yes", "y", "on", "1", "t", "true"), ("no", "n", "off", "0", "f", "false")
 """Words for true and false that other tools take."""
@@ -28,12 +28,7 @@ class Section(BaseModel):
     """Base of every config section: frozen, unknown keys refused, each field documented by the string below it."""
 
     model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        use_attribute_docstrings=True,
-        populate_by_name=True,
-        allow_inf_nan=False,
-        validate_default=True,
+        frozen=True, extra="forbid", use_attribute_docstrings=True, populate_by_name=True, allow_inf_nan=False, validate_default=True
     )
 
     follows: ClassVar[Mapping[str, str]] = {}
@@ -92,7 +87,7 @@ class RunSection(Section):
     dir: str = ""
     """Folder of the run; empty makes one under runs/ from the name and the date. --run-dir wins."""
     watch_s: float = Field(default=30.0, gt=0)
-    """A stage that is blocked for longer is told of, once, in the words of `monitor --why`."""
+    """A stage that is blocked for longer is reported, once, in the words of `monitor --why`."""
     lease_s: float = Field(default=300.0, gt=0)
     """A host that can't reach the run's state for longer ends its actors; shorter cuts are ridden out."""
 
@@ -164,6 +159,8 @@ class LaunchSection(Section):
     """The engine that places `hosts`: here, which is this host, or the import path of a HostPlacer (runtime/launch/placer.py)."""
     hosts: dict[str, HostsSection] = {}
     """Kinds of hosts by name. They need `bus.host`. Empty: the launching host, and what joins it by token."""
+    names: str = "rubato.actors.hub.names"
+    """Module that finds what the config names elsewhere, such as models at a hub, and brings it before actors start; empty: none does."""
     place_timeout_s: float = Field(default=300.0, gt=0)
     """A host that is not there after so long can't be had: at the launch the run ends, later another is asked for."""
 
@@ -223,14 +220,10 @@ class PoolSection(Section):
     @model_validator(mode="after")
     def _has_a_sound_environment(self) -> Self:
         if self.gpus and DEVICES in self.env:
-            raise ValueError(
-                f"gpus={self.gpus} and env.{DEVICES}={self.env[DEVICES]} both say which GPUs. Keep one of them"
-            )
+            raise ValueError(f"gpus={self.gpus} and env.{DEVICES}={self.env[DEVICES]} both say which GPUs. Keep one of them")
         for name, value in self.env.items():
             if not VARIABLE.match(name) or "\0" in value:
-                raise ValueError(
-                    f"{name!r} in env can't be set: name a variable by letters, digits and _, its value without NUL"
-                )
+                raise ValueError(f"{name!r} in env can't be set: name a variable by letters, digits and _, its value without NUL")
         return self
 
 
@@ -263,9 +256,7 @@ class ActorSpec(Section):
             return given
         tree = cast("dict[str, Any]", given)
         if tree.get("pools") and "count" in tree:
-            raise ValueError(
-                f"count={tree['count']} and pools both say how many. Leave count out, and set that of each pool"
-            )
+            raise ValueError(f"count={tree['count']} and pools both say how many. Leave count out, and set that of each pool")
         return cast("object", given)
 
     @model_validator(mode="after")
@@ -286,12 +277,14 @@ class ActorSpec(Section):
 class ReportSection(Section):
     """Who turns figures into words; import paths, because the runtime itself knows no word of RL."""
 
-    console: str = "actors.report.console:StepTable"
+    console: str = "rubato.actors.report.console:StepTable"
     """Class whose `header()` and `line(step, steps, row)` make the launcher's step table."""
-    finish: str = "actors.report"
+    finish: str = "rubato.actors.report"
     """Module run as `python -m MODULE RUN_DIR` when the job has ended; empty runs none."""
-    advice: str = "actors.report.advice:advice_metrics"
+    advice: str = "rubato.actors.report.advice:advice_metrics"
     """Function that says what a change would gain, for `rubato monitor`: `advice_metrics(rows, alpha)`; empty gives no advice."""
+    fit: str = "rubato.actors.report.fit"
+    """Module whose `told(config, folder)` says for a dry run what memory the job takes, and sentences where it can't fit; empty: none does."""
     monitor: str = ""
     """Module whose `main(argv)` is `rubato monitor` of such a run; empty is the usual one."""
 
@@ -316,9 +309,7 @@ class BaseRoot(Section):
         found: dict[str, str] = {}
         for role, name in ((role, name) for role, spec in self.actors.items() for name in spec.pools):
             if name in found:
-                raise ValueError(
-                    f"actors.{found[name]} and actors.{role} both have a pool {name}. Call one of them otherwise"
-                )
+                raise ValueError(f"actors.{found[name]} and actors.{role} both have a pool {name}. Call one of them otherwise")
             found[name] = role
         return self
 

@@ -1,27 +1,124 @@
-"""What the user wrote: a YAML file plus `key.sub=value` overrides, as one tree that remembers where each key stands."""
+"""What the user wrote, as one tree that remembers where each key stands.
 
+`${NAME}` in it is filled in from the environment of each process that reads it, and kept as it was written wherever it is shown.
+"""
+
+import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
-from bus.address import is_bracketed
-from runtime.config.variables import Filled, Unset, fill_tree, hidden, hides_of
-from runtime.config.yaml_core import NotYaml, locate, read_yaml, scalar
-from runtime.errors import ConfigError
+from rubato.runtime.config.yaml_core import NotYaml, locate
+from rubato.runtime.errors import ConfigError
+
+VARIABLE = re.compile(r"(\$?)\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
+"""`${NAME}`, `${NAME:-what stands for one that is not set or empty}`; `$${NAME}` is the text `${NAME}`."""
+
+SHORTEST_HIDDEN = 4
+"""Characters. What is shorter is no secret, and would be found within other words."""
+
+
+class Unset(ConfigError):
+    """A variable that the config key `key` names is not in the environment."""
+
+    def __init__(self, text: str, keys: tuple[str, ...]) -> None:
+        super().__init__(text)
+        self.keys = keys
+
+
+class Filled(NamedTuple):
+    """A text as the config has it, what it stands for, and the values of the variables in it by their own spelling."""
+
+    raw: str
+    value: str
+    parts: Mapping[str, str]
+
+
+def fill(text: str, key: str) -> Filled:
+    """`text` of the config key `key` with its variables. Raises Unset with the key and the name."""
+    parts: dict[str, str] = {}
+
+    def one(found: re.Match[str]) -> str:
+        escaped, name, default = found.groups()
+        if escaped:
+            return found[0][1:]
+        value = os.environ.get(name)
+        if not value and default is not None:
+            return default
+        if value is None:
+            told = f"{key} names ${{{name}}}, and the environment here has no {name}. Set it, or write $${{{name}}} for the text"
+            raise Unset(f"{told} itself.", tuple(key.split(".")))
+        parts[found[0]] = value
+        return value
+
+    return Filled(text, VARIABLE.sub(one, text), parts)
+
+
+def fill_tree(tree: Any, above: str = "") -> tuple[Any, dict[str, Filled]]:
+    """`tree` with the variables of all its texts, and what was filled by dotted key. Raises Unset."""
+    found: dict[str, Filled] = {}
+
+    def walk(value: Any, key: str) -> Any:
+        if isinstance(value, dict):
+            return {name: walk(inner, _below(key, name)) for name, inner in cast("dict[Any, Any]", value).items()}
+        if isinstance(value, list | tuple):
+            return [walk(inner, _below(key, number)) for number, inner in enumerate(cast("list[Any]", value))]
+        if isinstance(value, str) and VARIABLE.search(value):
+            found[key] = fill(value, key)
+            return found[key].value
+        return value
+
+    return walk(tree, above), found
+
+
+def unfilled(tree: Any, filled: Mapping[str, Filled]) -> Any:
+    """`tree` with each of `filled` as the config has it. Raises ConfigError where one is not at its key any more."""
+    there: set[str] = set()
+
+    def walk(value: Any, key: str) -> Any:
+        if key in filled:
+            there.add(key)
+            return filled[key].raw
+        if isinstance(value, dict):
+            return {name: walk(inner, _below(key, name)) for name, inner in cast("dict[Any, Any]", value).items()}
+        if isinstance(value, list):
+            return [walk(inner, _below(key, number)) for number, inner in enumerate(cast("list[Any]", value))]
+        return value
+
+    made = walk(tree, "")
+    if lost := sorted(filled.keys() - there):
+        raise ConfigError(f"{lost[0]} can't be filled in from the environment. Write its value there instead.")
+    return made
+
+
+def hidden(text: str, hides: Mapping[str, str]) -> str:
+    """`text` with the variable instead of its value, wherever that stands in it. `hides` is value → spelling."""
+    for value, spelling in hides.items():
+        text = text.replace(value, spelling)
+    return text
+
+
+def hides_of(filled: Iterable[Filled]) -> dict[str, str]:
+    """Value → spelling, the longest first; also as a value is written within quotes, and a secret of several lines by each line."""
+    found: dict[str, str] = {}
+    for spelling, value in ((spelling, value) for each in filled for spelling, value in each.parts.items()):
+        for form in (value, repr(value)[1:-1], *value.splitlines()):
+            if len(form.strip()) >= SHORTEST_HIDDEN:
+                found.setdefault(form.strip(), spelling)
+    return dict(sorted(found.items(), key=lambda item: -len(item[0])))
+
+
+def _below(above: str, name: object) -> str:
+    return f"{above}.{name}" if above else str(name)
+
 
 Keys = tuple[str, ...]
 Tree = dict[str, Any]
 
 COMMAND_LINE = "command line"
-
-OPENING = ("[", "{", '"', "'")
-"""What a list, a mapping and quoted text begin with."""
-
-URL = re.compile(r"([\[,:{]\s*)([a-z]+://\[[0-9A-Fa-f:.]+\][^\s,\[\]{}\"']*)")
-"""Within a list one of an IPv6 address, whose brackets are no list of their own."""
 
 MAX_SHOWN = 60
 """Characters of a value that are quoted."""
@@ -80,7 +177,7 @@ class ConfigSource(NamedTuple):
         for name, value in changes.items():
             keys = tuple(name.split("."))
             try:
-                _set(tree, keys, value, name)
+                set_key(tree, keys, value, name)
             except ConfigError as error:
                 raise ConfigError(inner.sentence(keys, str(error).removeprefix(f"{COMMAND_LINE}: "))) from None
         return inner
@@ -91,14 +188,12 @@ def _flat(keys: Keys) -> Keys:
     return tuple(part for key in keys for part in key.split("."))
 
 
-def read(path: Path, overrides: Sequence[str] = ()) -> ConfigSource:
-    """The file at `path` with `overrides` applied. Raises ConfigError where either can't be read."""
+def read_file(path: Path) -> ConfigSource:
+    """The file at `path`. Raises ConfigError where it can't be read."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ConfigError(
-            f"{path} does not exist. Give the path of a YAML file, e.g. configs/quickstart.yaml."
-        ) from None
+        raise ConfigError(f"{path} does not exist. Give the path of a YAML file, or a name that rubato configs lists.") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{path} is not a text file in UTF-8.") from None
     except IsADirectoryError:
@@ -107,23 +202,7 @@ def read(path: Path, overrides: Sequence[str] = ()) -> ConfigSource:
         ) from None
     except OSError as error:
         raise ConfigError(f"{path} can't be read: {error.strerror}.") from error
-    return _overridden(parse(text, str(path)), overrides)
-
-
-def given(tree: Mapping[str, Any], overrides: Sequence[str] = ()) -> ConfigSource:
-    """What a program passed in, with `overrides` applied to a copy. Raises ConfigError where an override can't be read."""
-    return _overridden(ConfigSource(deepcopy(dict(tree)), "config", {}), overrides)
-
-
-def _overridden(source: ConfigSource, overrides: Sequence[str]) -> ConfigSource:
-    changed: list[Keys] = []
-    for override in overrides:
-        if not override.isascii() and override.encode(errors="replace").decode() != override:
-            raise ConfigError(f"{COMMAND_LINE}: {ascii(override)[1:-1]} is no text in UTF-8.")
-        keys, value = _parsed(override)
-        _set(source.tree, keys, value, override)
-        changed.append(keys)
-    return source._replace(overridden=frozenset(changed))
+    return parse(text, str(path))
 
 
 def parse(text: str, file: str) -> ConfigSource:
@@ -141,61 +220,7 @@ def parse(text: str, file: str) -> ConfigSource:
     return ConfigSource(cast("Tree", tree), file, found.lines)
 
 
-class ChangedKey(NamedTuple):
-    """A dotted key whose value was `old` and is `new`; None on the side that lacks it."""
-
-    key: str
-    old: Any
-    new: Any
-
-    def sentence(self, form: str) -> str:
-        """`form` with its {key}, {old} and {new}; addresses are not spelt out, for one may hold a password."""
-        return form.format(key=self.key, old=_briefly(self.old), new=_briefly(self.new))
-
-
-def differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[ChangedKey]:
-    """Every key on which two resolved trees differ, in the order of `old`."""
-    found: list[ChangedKey] = []
-    for key in dict.fromkeys([*old, *new]):
-        ours, theirs = old.get(key), new.get(key)
-        if isinstance(ours, dict) and isinstance(theirs, dict):
-            inner = differing(cast("Tree", ours), cast("Tree", theirs))
-            found += [each._replace(key=f"{key}.{each.key}") for each in inner]
-        elif ours != theirs:
-            found.append(ChangedKey(key, ours, theirs))
-    return found
-
-
-def _briefly(value: Any) -> str:
-    text = "not set" if value in (None, "", [], {}) else str(value).lower() if isinstance(value, bool) else str(value)
-    return "another address" if "://" in text else text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 1] + "…"
-
-
-def _parsed(override: str) -> tuple[Keys, Any]:
-    name, equals, text = override.partition("=")
-    keys = tuple(name.strip().split("."))
-    if not equals or not all(keys):
-        raise ConfigError(f"{override} is not of the form key.sub=value without spaces, e.g. staleness.alpha=1.")
-    return keys, _value(name, text.strip(" \t\r\n"))
-
-
-def _value(name: str, text: str) -> Any:
-    """Lists, mappings and quoted text as YAML has them; all else as it stands: a number, true, false, null, or text with whatever is in it."""
-    if not text.startswith(OPENING) or is_bracketed(text):
-        return scalar(text)
-    try:
-        return read_yaml(text)
-    except NotYaml as error:
-        quoted = URL.sub(r'\1"\2"', text)
-        if quoted != text:
-            return _value(name, quoted)
-        raise ConfigError(
-            f"{COMMAND_LINE}: the value of {name} is not valid YAML: {text} ({error}). "
-            f"Text that begins with {text[0]} stands in quotes: {name}='\"…\"'"
-        ) from error
-
-
-def _set(tree: Tree, keys: Keys, value: Any, override: str) -> None:
+def set_key(tree: Tree, keys: Keys, value: Any, override: str) -> None:
     for depth, key in enumerate(keys[:-1], 1):
         inner = tree.get(key)
         if inner is None:

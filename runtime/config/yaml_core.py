@@ -43,9 +43,7 @@ class _Loader(yaml.SafeLoader):
 class _Dumper(yaml.SafeDumper):
     """Quotes text that a reader of version 1.1 or of 1.2 would take for anything else."""
 
-    yaml_implicit_resolvers = {
-        first: list(resolvers) for first, resolvers in yaml.SafeDumper.yaml_implicit_resolvers.items()
-    }
+    yaml_implicit_resolvers = {first: list(resolvers) for first, resolvers in yaml.SafeDumper.yaml_implicit_resolvers.items()}
 
     def ignore_aliases(self, data: object) -> bool:
         return True

@@ -6,16 +6,17 @@ from typing import NamedTuple, Protocol
 
 from msgspec import structs
 
-from bus.errors import NotSent
-from bus.message import Ack
-from runtime.actor import handler
-from runtime.blobs.hosts import HostBlobs
-from runtime.config import ActorSpec, Config
-from runtime.errors import ConfigError
-from runtime.host import RESTART_S, Backend, Death, JobHost, RestartBudget
-from runtime.kernel import Kernel, free_bytes
-from runtime.launch.hosts import DRAIN_LIMIT_S, NODE_ROLE, TELL_S, JobHosts
-from runtime.messages import (
+from rubato.bus.errors import NotSent
+from rubato.bus.message import Ack
+from rubato.runtime.actor import handler
+from rubato.runtime.blobs.hosts import HostBlobs
+from rubato.runtime.config import ActorSpec, Config
+from rubato.runtime.config.compose import pool_named
+from rubato.runtime.errors import ConfigError
+from rubato.runtime.host import RESTART_S, Backend, Death, JobHost, RestartBudget
+from rubato.runtime.kernel import Kernel, free_bytes
+from rubato.runtime.launch.hosts import DRAIN_LIMIT_S, NODE_ROLE, TELL_S, JobHosts
+from rubato.runtime.messages import (
     NEXT_STEP_S,
     AddActors,
     Added,
@@ -31,14 +32,14 @@ from runtime.messages import (
     Saved,
     StopJob,
 )  # fmt: skip
-from runtime.monitor.blocked import ENDING
-from runtime.monitor.snapshot import snapshot
-from runtime.monitor.text import blocked_line
-from runtime.monitor.views import BlockedRow
-from runtime.observe.figures import STORE, Wait, Waits
-from runtime.places import HostPlaces
-from runtime.registry import NODE, bury, list_seen, role_of
-from runtime.store.errors import StoreUnavailable
+from rubato.runtime.monitor.blocked import ENDING
+from rubato.runtime.monitor.snapshot import snapshot
+from rubato.runtime.monitor.text import blocked_line
+from rubato.runtime.monitor.views import BlockedRow
+from rubato.runtime.observe.figures import STORE, Wait, Waits
+from rubato.runtime.places import HostPlaces
+from rubato.runtime.registry import NODE, bury, list_seen, role_of
+from rubato.runtime.store.store import StoreUnavailable
 
 ASK_S = 20.0
 GUESTS_S = 0.5
@@ -62,7 +63,7 @@ class JobOutcome(NamedTuple):
 
 
 class Screen(Protocol):
-    """Where whoever hosts the job shows what happens; see runtime/launch/console.py."""
+    """Display of the process that hosts the job; see runtime/launch/console.py."""
 
     def progress(self, message: Progress) -> None: ...
     def notice(self, text: str, *, good: bool = False) -> None: ...
@@ -153,15 +154,20 @@ class NodeAgent(HostBlobs):
             self.waits.on("the end of all actors", stage=ENDING, detail=outcome.kind).open()
 
     async def stop(self, kind: str) -> None:
-        """Drain after an outcome of `kind`, the hosts that joined first: in order where it is to be saved, else all at once."""
+        """Drain after an outcome of `kind`, most hosts that joined first: in order where it is to be saved, else all at once."""
         if self.name == NODE:
-            await self.hosts.stop_others(STOP_LIMITS_S[kind], now=kind == "failed")
+            limit_s, now = STOP_LIMITS_S[kind], kind == "failed"
+            order, followers = self.hosts.followers() if kind == "interrupted" else (0, ())
+            await self.hosts.stop([host for host in self.hosts.others() if host not in followers], limit_s, now=now)
+            if followers:
+                await self.host.drain_all(limit_s, by_rank=True, below=order)
+                await self.hosts.stop(followers, limit_s, now=now)
         else:
             with suppress(NotSent, TimeoutError):  # the first host is gone, or out of reach
                 async with asyncio.timeout(TELL_S):
                     await self.ref(NODE).tell(HostLeaves(self.name))
         await self.host.drain_all(STOP_LIMITS_S[kind], by_rank=kind == "interrupted")
-        with suppress(TimeoutError):  # whoever asked for the end leaves by the Store, which ends next
+        with suppress(TimeoutError):  # the guest that asked for the end leaves by the Store, which ends next
             async with asyncio.timeout(GUESTS_S):
                 while self.peers("guest"):
                     await self.directory.change()
@@ -202,7 +208,7 @@ class NodeAgent(HostBlobs):
     async def add_actors(self, request: AddActors) -> Added | NotAdded:
         if request.node:
             return self._announced(self.hosts.name_actors(request), f"joins from {request.node}")
-        async with self._adding:  # nobody else takes the places between the look and the start
+        async with self._adding:  # no other request takes the places between the look and the start
             try:
                 pool = self._pool_for(request)
             except ConfigError as error:
@@ -230,7 +236,7 @@ class NodeAgent(HostBlobs):
 
     @handler(concurrency=8)
     async def restart_actors(self, request: RestartActors) -> Added | NotAdded:
-        return self._announced(await self.hosts.restart(request.names), "restarted")
+        return self._announced(await self.hosts.restart(request.names, held=request.held), "restarted")
 
     @handler
     async def stop_job(self, request: StopJob) -> Ack:
@@ -245,7 +251,7 @@ class NodeAgent(HostBlobs):
         """The pool of what is to be added, which has a place for all of it. Raises ConfigError."""
         if request.role not in self.job.actors:
             return ""
-        pool = self.job.pool_of(request.role, request.pool)
+        pool = pool_named(self.job, request.role, request.pool)
         if why := self.places.why_not(request.role, pool, request.num):
             raise ConfigError(why)
         return pool
@@ -343,7 +349,7 @@ class NodeAgent(HostBlobs):
             )
 
     async def _room_again(self) -> None:
-        """Told once nobody has been without room for `LOOK_S` or more: the first to write may take all that there is."""
+        """A notice, once no actor has lacked room for `LOOK_S` or more: the first to write may take all that there is."""
         await asyncio.sleep(2 * LOOK_S)
         if self._without_room and not self._wanting:
             path, self._without_room = self._without_room, ""
@@ -357,7 +363,7 @@ class NodeAgent(HostBlobs):
             self.screen.notice(f"{name} is back (incarnation {record.incarnation}) after {after_s:.1f} s", good=True)
 
     async def _bury(self, name: str) -> None:
-        """Release the dead actor's lease, so that everybody knows within milliseconds; while the Store is away, at its lapse."""
+        """Release the dead actor's lease, so that all actors know within milliseconds; while the Store is away, at its lapse."""
         try:
             await bury(self.store, name)
         except StoreUnavailable as error:
@@ -365,7 +371,7 @@ class NodeAgent(HostBlobs):
 
 
 class _Span:
-    """A while in which somebody wants to know how long the job stood still."""
+    """A span of time, and the longest that the job stood still in it."""
 
     def __init__(self, now: float) -> None:
         self.began = self._last = now
@@ -390,7 +396,7 @@ class _Span:
 
 class Watch:
     """The memory of a node agent: processes that are not as they should be, each a wait of its own (stages `starting`, `stopped`, `dead`),
-    and what it told of blocked stages.
+    and the blocked stages that it reported.
     """
 
     def __init__(self, waits: Waits) -> None:
@@ -413,7 +419,7 @@ class Watch:
             self.well(name)
 
     def drained(self, name: str) -> None:
-        """It ended as it was asked to, and is not missed; whoever still waits for it is told so. Of the newest `DRAINED` that is known."""
+        """The process ended as it was asked to; actors that still wait for it are shown that. The newest `DRAINED` are remembered."""
         self.sees(name, "drained")
         gone = [each for each, wait in self._open.items() if wait.stage == "drained"]
         for each in gone[:-DRAINED]:

@@ -1,15 +1,17 @@
 """What a process needs to find its run: the card in the run folder, and the keys with which the run admits other hosts."""
 
+import hashlib
 import os
 import shlex
 from pathlib import Path
 
 import msgspec
 
-from bus.errors import BadKeys
-from bus.keys import KeyPair, Keys, check_keys
-from runtime.config.variables import fill
-from runtime.errors import LaunchError
+from rubato.bus.errors import BadKeys
+from rubato.bus.keys import KeyPair, Keys, check_keys
+from rubato.runtime.config.source import fill
+from rubato.runtime.errors import LaunchError
+from rubato.runtime.importer import OURS, PACKAGES
 
 KEYS_FILE = "keys.json"
 """Readable by its owner alone, it outlives every launch of the run."""
@@ -107,12 +109,17 @@ def find_keys(folder: Path) -> RunKeys | None:
     except OSError as error:
         raise LaunchError(f"{path} can't be read: {error.strerror}.") from error
     except (msgspec.MsgspecError, BadKeys) as error:
-        raise LaunchError(
-            f"{path} is damaged ({error}). Make new keys with: {command_for(folder)} --replace"
-        ) from error
+        raise LaunchError(f"{path} is damaged ({error}). Make new keys with: {command_for(folder)} --replace") from error
     return keys
 
 
 def command_for(folder: Path) -> str:
     """What a user types to make keys for the run in `folder`."""
     return f"rubato keys new --run {shlex.quote(str(folder))}"
+
+
+def sources() -> str:
+    """Which files of ours there are, of which length and time: where two processes of a host agree on it, so do their message types."""
+    found = sorted(path for package in PACKAGES for path in (OURS / package).rglob("*.py"))
+    told = [(str(path), stat.st_size, stat.st_mtime_ns) for path in found if (stat := path.stat())]
+    return hashlib.blake2b(repr(told).encode(), digest_size=8).hexdigest()

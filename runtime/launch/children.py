@@ -1,27 +1,20 @@
 """The processes that we start: each ends with its parent, however that ends; and a job's preparation, which is one of them."""
 
 import asyncio
-import atexit
 import ctypes
 import os
-import resource
 import signal
 import sys
-import threading
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import msgspec
 
-from runtime.errors import LaunchError
-from runtime.importer import runs_user_code
-
-MANY_FILES = 16 * 1024
+from rubato.runtime.errors import LaunchError
 
 LOOK_S = 0.05
-"""How often a process is looked for, where the system tells nobody of its end."""
+"""Period of looking for a process, where the system sends no event at its end."""
 
 PR_SET_PDEATHSIG = 1
 """Linux: deliver a signal to this process when the thread that started it ends."""
@@ -55,21 +48,6 @@ def die_with(parent: int) -> None:
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the call above, and init or a subreaper took its place
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-def end_process(code: int) -> NoReturn:
-    """End this process as Python does, but where no code of the user's runs leave its memory to the system: taking torch apart costs a
-    third of a second of CPU, and only a file that nobody closed would need it.
-    """
-    if runs_user_code():
-        sys.exit(code)
-    # As multiprocessing ends its own: what threads have in hand, and what was registered for the end, is done.
-    threading._shutdown()  # pyright: ignore - nothing public waits for the threads of pools
-    atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]
-    for stream in filter(None, (sys.stdout, sys.stderr)):
-        with suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(code)
 
 
 def adopt_orphans(adopts: bool) -> bool:
@@ -142,7 +120,7 @@ def _is_there(pid: int) -> bool:
 
 
 def on_signals(act: Callable[[signal.Signals], object]) -> None:
-    """Call `act` in the running loop at each SIGINT, SIGTERM or SIGHUP; one ignored by whoever started us (nohup) stays so."""
+    """Call `act` in the running loop at each SIGINT, SIGTERM or SIGHUP; one that was ignored at our start (nohup) stays so."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if not is_ignored(number):
@@ -150,16 +128,8 @@ def on_signals(act: Callable[[signal.Signals], object]) -> None:
 
 
 def is_ignored(number: signal.Signals) -> bool:
-    """Whether whoever started us had this signal ignored: nohup does so with SIGHUP, a shell's `&` in a script with SIGINT."""
+    """Whether this signal was ignored at our start: nohup does so with SIGHUP, a shell's `&` in a script with SIGINT."""
     return signal.getsignal(number) is signal.SIG_IGN
-
-
-def allow_many_files() -> None:
-    """Raise this process's own limit of open files: each peer costs a few, and 1024 is what many systems start from."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MANY_FILES if hard == resource.RLIM_INFINITY else min(MANY_FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 # -- preparation ---------------------------------------------------------------------------------------------
@@ -179,9 +149,7 @@ async def prepare(module: str, folder: Path, tell: Callable[[str, float], None])
     """
     errors, what = folder / "logs" / f"{module}.stderr", ""
     with errors.open("wb") as stderr:
-        process = await start_module(
-            module, str(folder), stdout=asyncio.subprocess.PIPE, stderr=stderr, limit=LONGEST_LINE
-        )
+        process = await start_module(module, str(folder), stdout=asyncio.subprocess.PIPE, stderr=stderr, limit=LONGEST_LINE)
     assert process.stdout is not None
     try:
         async for line in _lines(process.stdout):

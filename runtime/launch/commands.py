@@ -2,34 +2,36 @@
 
 import argparse
 import asyncio
+import importlib
 import json
 import os
 import sys
-from collections.abc import Awaitable, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Generator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from bus.message import Request
-from runtime.config import Config, load
-from runtime.config.source import differing, parse, read
-from runtime.errors import ConfigError, ExitCode, LaunchError, RubatoError, first_cause
-from runtime.guest import ask_node
-from runtime.importer import FOLDER as CODE
-from runtime.importer import KeptCode, use
-from runtime.launch.card import read_card
-from runtime.launch.children import until_gone
-from runtime.launch.connection import connect
-from runtime.launch.folder import RunFolder
-from runtime.launch.token import read_token
-from runtime.messages import AddActors, Added, DrainActors, StopJob
-from runtime.observe.trace import wall_s
-from runtime.places import HostPlaces
-from runtime.registry import NODE, list_actors
+from rubato.bus.message import Request
+from rubato.runtime.config import Config
+from rubato.runtime.config.compose import load, pinned, problems
+from rubato.runtime.config.differences import differing
+from rubato.runtime.config.overrides import read
+from rubato.runtime.config.source import parse
+from rubato.runtime.errors import ConfigError, ExitCode, LaunchError, RubatoError, first_cause
+from rubato.runtime.guest import ask_node
+from rubato.runtime.importer import FOLDER as CODE
+from rubato.runtime.importer import KeptCode, use
+from rubato.runtime.launch.card import read_card
+from rubato.runtime.launch.children import until_gone
+from rubato.runtime.launch.connection import connect
+from rubato.runtime.launch.folder import RunFolder
+from rubato.runtime.launch.token import read_token
+from rubato.runtime.messages import AddActors, Added, DrainActors, StopJob
+from rubato.runtime.observe.trace import wall_s
+from rubato.runtime.places import HostPlaces
+from rubato.runtime.registry import NODE, list_actors
 
-FIXED = {
-    "run.seed": "{key} is {old} in this run and can't become {new}: groups under way would mix two tasks. Start another run for it."
-}
+FIXED = {"run.seed": "{key} is {old} in this run and can't become {new}: groups under way would mix two tasks. Start another run for it."}
 """Keys that a run keeps for its life, and why."""
 
 
@@ -60,29 +62,40 @@ def launch(argv: list[str]) -> int:
     config, folder, told = _chosen(given)
     if given.dry_run:
         return _dry_run(config, folder, told, resume=given.resume, force=given.force)
-    from runtime.launch.launcher import Launcher
+    from rubato.runtime.launch.launcher import Launcher
 
-    async def run() -> int:
-        started = Launcher(
-            config, folder, resume=given.resume, force=given.force, update_code=given.update_code, told=told
-        )
-        return await started.run()
+    with _unless_used(folder, made=given.run_dir is None and not config.run.dir and not given.resume):
+        config, said = pinned(config, folder.resolve())
 
-    return _run_in(folder, run(), made=given.run_dir is None and not config.run.dir and not given.resume)
+        async def run() -> int:
+            flags = {"resume": given.resume, "force": given.force, "update_code": given.update_code}
+            return await Launcher(config, folder, **flags, told=[*told, *said]).run()
+
+        return _run(run())
 
 
 def _dry_run(config: Config, folder: Path, told: list[str], *, resume: bool, force: bool) -> int:
     """Print the resolved config, and everything that a launch would be refused for."""
-    from runtime.launch.placer import placer_problems
+    from rubato.runtime.launch.placer import placer_problems
 
+    unnamed: list[str] = []
+    try:
+        config, said = pinned(config, folder.resolve())
+        told = [*told, *said]
+    except ConfigError as error:
+        unnamed = str(error).splitlines()
     print(config.dump(), end="")  # noqa: T201
     held = RunFolder(folder.resolve())
     wrong = [
         *held.problems(resume=resume, force=force, model=config.model_path),
         *HostPlaces.here(config).problems(),
         *placer_problems(config),
-        *config.problems(held.path, replaced=force),
+        *unnamed,
+        *problems(config, held.path, replaced=force, pinned=not unnamed),
     ]
+    if config.report.fit and not wrong:
+        lines, wrong = importlib.import_module(config.report.fit).told(config, held.path)
+        print("".join(f"# {line}\n" for line in lines), end="")  # noqa: T201
     for sentence in (*told, *wrong):
         print(sentence, file=sys.stderr)  # noqa: T201
     return ExitCode.REFUSED if wrong else ExitCode.DONE
@@ -132,15 +145,9 @@ def _chosen(given: argparse.Namespace) -> tuple[Config, Path, list[str]]:
             return _resumed(folder, file, overrides, update_code=given.update_code)
     if file is None:
         if given.resume:
-            why = (
-                "holds no run to resume"
-                if os.path.exists(folder or "")
-                else "does not exist: there is no run to resume"
-            )
+            why = "holds no run to resume" if os.path.exists(folder or "") else "does not exist: there is no run to resume"
             raise LaunchError(f"{folder} {why}. A run is started with: rubato launch CONFIG")
-        raise LaunchError(
-            "launch needs a config, e.g. rubato launch configs/quickstart.yaml, or --resume and a run's folder."
-        )
+        raise LaunchError("launch needs a config, e.g. rubato launch configs/quickstart.yaml, or --resume and a run's folder.")
     config = load(file, overrides)
     if folder is None:
         fresh = Path(config.run.dir or f"runs/{config.run.name}-DATE")
@@ -148,9 +155,7 @@ def _chosen(given: argparse.Namespace) -> tuple[Config, Path, list[str]]:
     return config, folder, [*config.notes]
 
 
-def _resumed(
-    folder: Path, file: Path | None, overrides: list[str], *, update_code: bool
-) -> tuple[Config, Path, list[str]]:
+def _resumed(folder: Path, file: Path | None, overrides: list[str], *, update_code: bool) -> tuple[Config, Path, list[str]]:
     """The run's own config with `overrides`; what differs from before, or in `file`, is told. Raises ConfigError for what can't change."""
     own = folder / "config.yaml"
     told = [] if update_code else _use_kept(folder.resolve() / CODE)
@@ -161,16 +166,13 @@ def _resumed(
     if fixed := [each for each in changed if each.key in FIXED]:
         raise ConfigError(fixed[0].sentence(FIXED[fixed[0].key]))
     if changed:
-        told.append(
-            "changed from here on: " + "; ".join(each.sentence("{key} was {old}, is {new}") for each in changed)
-        )
+        told.append("changed from here on: " + "; ".join(each.sentence("{key} was {old}, is {new}") for each in changed))
     if file is not None and file.resolve() != own.resolve():
         keys = differing(tree, parse(load(file, overrides).dump(), str(file)).tree)
         if keys:
             said = "; ".join(each.sentence("{key} is {old}, not {new}") for each in keys)
             told.append(
-                f"{file} differs from the run's own config, under which it goes on: {said}. "
-                "Give what shall change as key.sub=value."
+                f"{file} differs from the run's own config, under which it goes on: {said}. Give what shall change as key.sub=value."
             )
     return config, folder, told
 
@@ -205,9 +207,7 @@ def add(argv: list[str]) -> int:
     where.add_argument("--join", metavar="TOKEN", help=help_join)
     parser.add_argument("-n", type=int, default=1)
     parser.add_argument("--pool", default="", help="of the role's pools, the one that they are to be in")
-    help_pools = (
-        "with --join, in place of a role: processes by pool, or by a role that has none, such as far=8,env_manager=2"
-    )
+    help_pools = "with --join, in place of a role: processes by pool, or by a role that has none, such as far=8,env_manager=2"
     parser.add_argument("--pools", type=_pools, default={}, metavar="NAME=N,…", help=help_pools)
     help_host = "with --run: the host that starts them, as rubato hosts names it; with --join: this host's address as the others reach it"
     parser.add_argument("--host", default="", help=help_host)
@@ -235,7 +235,7 @@ def _pools(text: str) -> dict[str, int]:
 
 def _join(given: argparse.Namespace, role: str) -> int:
     """Stay in the foreground as this host's node agent until the job ends or Ctrl-C."""
-    from runtime.launch.launcher import Joiner, Part
+    from rubato.runtime.launch.launcher import Joiner, Part
 
     parts = [Part(role, given.n, given.pool)] if role else [Part("", num, name) for name, num in given.pools.items()]
     token = read_token(sys.stdin.readline() if given.join == "-" else given.join)
@@ -244,22 +244,28 @@ def _join(given: argparse.Namespace, role: str) -> int:
     async def run() -> int:
         return await Joiner(token, parts, folder, given.host, tuple(given.words)).run()
 
-    return _run_in(folder, run(), made=given.run_dir is None)
+    with _unless_used(folder, made=given.run_dir is None):
+        return _run(run())
 
 
-def _run_in(folder: Path, work: Awaitable[int], *, made: bool) -> int:
-    """Where `folder` was `made` for this, it goes again if nothing was written."""
-    import uvloop
-
-    from runtime.launch.console import unhindered
-
+@contextmanager
+def _unless_used(folder: Path, *, made: bool) -> Generator[None]:
+    """Where `folder` was `made` for the block, it goes again at its end if nothing was written."""
     try:
-        with unhindered(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_flat(work))
+        yield
     finally:
         if made:
             with suppress(OSError):
                 folder.rmdir()
+
+
+def _run(work: Awaitable[int]) -> int:
+    import uvloop
+
+    from rubato.runtime.launch.console import unhindered
+
+    with unhindered(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_flat(work))
 
 
 def drain(argv: list[str]) -> int:
@@ -368,7 +374,7 @@ async def _flat(work: Awaitable[Any]) -> Any:
 
 
 def _fresh_folder(name: str) -> Path:
-    """A folder that nobody else has: it is made here, so that two launches in one second get two."""
+    """A new folder for one launch: it is made here, so that two launches in one second get two."""
     from datetime import datetime
 
     stamp = datetime.fromtimestamp(wall_s()).strftime("%m%d-%H%M%S")  # noqa: DTZ006 - a folder name in the user's own time

@@ -5,24 +5,23 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bus.keys import Keys
-from bus.link import Identity
-from bus.zmq import ZmqTransport
-from runtime.actor import Actor, RunInfo
-from runtime.blobs.blob import BlobStore
-from runtime.blobs.client import BlobClient
-from runtime.config import Config, load, load_without_types
-from runtime.config.config import load_role
-from runtime.config.schema import schema_of, sources
-from runtime.importer import FOLDER as CODE
-from runtime.importer import use
-from runtime.kernel import Kernel
-from runtime.launch.card import RunCard, find_keys, running
-from runtime.observe.log import logger
-from runtime.observe.trace import Trace, trace_path
-from runtime.registry import role_of
-from runtime.store.redis import RedisStore
-from runtime.store.store import Store
+from rubato.bus.keys import Keys
+from rubato.bus.link import Identity
+from rubato.bus.zmq import ZmqTransport
+from rubato.runtime.actor import Actor, RunInfo
+from rubato.runtime.blobs.blob import BlobStore
+from rubato.runtime.blobs.client import BlobClient
+from rubato.runtime.config import Config, load_without_types
+from rubato.runtime.config.config import load_role
+from rubato.runtime.importer import FOLDER as CODE
+from rubato.runtime.importer import use
+from rubato.runtime.kernel import Kernel
+from rubato.runtime.launch.card import RunCard, find_keys, running, sources
+from rubato.runtime.observe.log import logger
+from rubato.runtime.observe.trace import Trace, trace_path
+from rubato.runtime.registry import role_of
+from rubato.runtime.store.redis import RedisStore
+from rubato.runtime.store.store import Store
 
 
 class RunAccess(NamedTuple):
@@ -41,7 +40,7 @@ class RunAccess(NamedTuple):
         """A kernel for `name` of `pool` under a new incarnation; its endpoints are fresh, so that nothing meant for a dead one reaches its successor."""
         incarnation = await self.store.increment("incarnation")
         # Who knows no types of the job's is not compared.
-        schema = self.schema or (schema_of(self.config) if self.config.actors else "")
+        schema = self.schema or (_schema_of(self.config) if self.config.actors else "")
         identity = Identity(self.card.id, name, incarnation, schema)
         public = self.config.bus.bind(self.card.host) if self.card.host else ""
         address = f"ipc://{self.card.sockets}/{name}.{incarnation}"
@@ -56,7 +55,7 @@ class RunAccess(NamedTuple):
 
 @asynccontextmanager
 async def connect(folder: Path, *, types: bool = True, role: str = "") -> AsyncGenerator[RunAccess]:
-    """Reach the run in `folder`. Raises LaunchError when there is none or nobody answers for it.
+    """Reach the run in `folder`. Raises LaunchError when there is none or it does not answer.
 
     Without `types` its config has no roles and no code of the user's is imported: enough to ask the node agent. With `role` it has that one
     alone, and no other actor's code is imported, unless a file of ours has changed since the launch.
@@ -66,7 +65,7 @@ async def connect(folder: Path, *, types: bool = True, role: str = "") -> AsyncG
     if types:
         use(folder / CODE)
     file, keys, alone = folder / "config.yaml", find_keys(folder), bool(role) and card.sources == sources()
-    config = load_role(file, role) if alone else load(file) if types else load_without_types(file)
+    config = load_role(file, role) if alone else _whole(file) if types else load_without_types(file)
     async with reach(config, card, folder, keys.curve if keys else None) as connection:
         yield connection._replace(schema=card.schema) if alone else connection
 
@@ -82,3 +81,15 @@ async def reach(config: Config, card: RunCard, folder: Path, keys: Keys | None) 
     finally:
         await blobs.close()
         await store.close()
+
+
+def _schema_of(config: Config) -> str:
+    from rubato.runtime.config.schema import schema_of  # of no use where the card's holds
+
+    return schema_of(config)
+
+
+def _whole(file: Path) -> Config:
+    from rubato.runtime.config.compose import load  # an actor reads its own part
+
+    return load(file)

@@ -13,10 +13,10 @@ from typing import Protocol, TextIO
 from rich import progress as bars
 from rich.console import Console as Rich
 
-from runtime.errors import NO_ROOM, ConfigError
-from runtime.importer import load_configured
-from runtime.messages import Progress
-from runtime.observe.log import logger
+from rubato.runtime.errors import NO_ROOM, ConfigError
+from rubato.runtime.importer import load_configured
+from rubato.runtime.messages import Progress
+from rubato.runtime.observe.log import logger
 
 WAITING = 4096
 """Texts that wait for a reader who is slow, or for room on a disk; further ones are dropped."""
@@ -110,7 +110,7 @@ class Console:
         self._bar.update(self._task, completed=done, total=total)
 
 
-# -- streams that nobody may read any more ---------------------------------------------------------------------------
+# -- streams whose reader may be gone --------------------------------------------------------------------------------
 
 
 @contextmanager

@@ -15,12 +15,13 @@ from typing import IO, NamedTuple
 
 import msgspec
 
-from bus.keys import new_keys
-from runtime.config.source import ChangedKey, differing, parse
-from runtime.errors import ConfigError, LaunchError
-from runtime.importer import FOLDER as CODE
-from runtime.launch.card import KEYS_FILE, RunCard, RunKeys, read_card
-from runtime.observe.trace import wall_s
+from rubato.bus.keys import new_keys
+from rubato.runtime.config.differences import ChangedKey, differing
+from rubato.runtime.config.source import parse
+from rubato.runtime.errors import ConfigError, LaunchError
+from rubato.runtime.importer import FOLDER as CODE
+from rubato.runtime.launch.card import KEYS_FILE, RunCard, RunKeys, read_card
+from rubato.runtime.observe.trace import wall_s
 
 PREFIX = "rubato-"
 """Of folders of sockets."""
@@ -73,14 +74,12 @@ class RunFolder:
     def card(self) -> Path:
         return self.path / "run.json"
 
-    def open(
-        self, *, resume: bool, force: bool, model: str = "", update_code: bool = False, same_sockets: bool = False
-    ) -> RunCard:
+    def open(self, *, resume: bool, force: bool, model: str = "", update_code: bool = False, same_sockets: bool = False) -> RunCard:
         """Take the folder for a launch. Raises LaunchError when it holds a run and neither flag allows for that.
 
         A run that made no step is replaced without `force`. What is replaced is only set aside until `commit`; `close` before
         that brings it back. `model` is the job's base model, which is never taken away. With `update_code` a resumed run's kept code is
-        replaced too. With `same_sockets` its sockets lie where they lay before, if that place is free: whoever was connected finds them.
+        replaced too. With `same_sockets` its sockets lie where they lay before, if that place is free, for processes that had them.
         """
         try:
             card = self._open(resume=resume, force=force, model=model, update_code=update_code, same=same_sockets)
@@ -101,9 +100,7 @@ class RunFolder:
             self._check_new(resume=resume, force=force)
             there = next(place for place in (self.path, *self.path.parents) if os.path.exists(place))
             if not (there.is_dir() and os.access(there, os.W_OK)):
-                return [
-                    f"{self.path} can't be used as a run folder: {there} can't be written. Choose {self._words.other}."
-                ]
+                return [f"{self.path} can't be used as a run folder: {there} can't be written. Choose {self._words.other}."]
         except LaunchError as error:
             return [str(error)]
         except OSError as error:
@@ -111,9 +108,7 @@ class RunFolder:
         return []
 
     def _held(self) -> LaunchError:
-        return LaunchError(
-            f"{self.path} is running already. Watch it with: rubato monitor {shlex.quote(str(self.path))}"
-        )
+        return LaunchError(f"{self.path} is running already. Watch it with: rubato monitor {shlex.quote(str(self.path))}")
 
     def _unusable(self, error: OSError) -> LaunchError:
         path = str(self.path)
@@ -144,7 +139,7 @@ class RunFolder:
         return RunCard(run_id, str(self._sockets or ""), "", os.getpid(), wall_s(), gate=gate)
 
     def _check(self, *, resume: bool, force: bool, model: str) -> None:
-        """Raises LaunchError where there is nothing to resume, or the folder is somebody else's."""
+        """Raises LaunchError where there is nothing to resume, or the folder is not a run's."""
         ours = self._is_ours()
         if resume and not (ours and self.config.exists()):
             raise LaunchError(f"{self.path} holds no run to resume. Leave {self._words.resume} out to start one there.")
@@ -152,7 +147,7 @@ class RunFolder:
             self._check_foreign(force=force, model=model)
 
     def _check_new(self, *, resume: bool, force: bool) -> None:
-        """Raises LaunchError where there is a run that nobody allowed to go on, or to be replaced."""
+        """Raises LaunchError where there is a run, and neither `resume` nor `force` was given."""
         began = any(self._holds(name) for name in ("metrics.jsonl", "checkpoints", "samples.jsonl", "samples"))
         if began and not (resume or force):
             raise LaunchError(
@@ -170,9 +165,7 @@ class RunFolder:
             aside.rename(gone)  # at once, whatever becomes of the removal
             if changed:
                 line = json.dumps({"unix_s": wall_s(), "changed": [each._asdict() for each in changed]})
-                with os.fdopen(
-                    os.open(self.path / CHANGES, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "w"
-                ) as file:
+                with os.fdopen(os.open(self.path / CHANGES, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "w") as file:
                     file.write(f"{line}\n")
             shutil.rmtree(gone, ignore_errors=True)
 
@@ -261,9 +254,7 @@ class RunFolder:
         names = [name for name in found if _is_made(name) or (force and name not in kept)]
         if names:
             told = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
-            raise LaunchError(
-                f"{self.path} holds {told}, but no run of ours: nothing there was touched. Choose {self._words.other}."
-            )
+            raise LaunchError(f"{self.path} holds {told}, but no run of ours: nothing there was touched. Choose {self._words.other}.")
 
     def _holds(self, name: str) -> bool:
         path = self.path / name

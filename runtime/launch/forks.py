@@ -10,14 +10,14 @@ from pathlib import Path
 
 import msgspec
 
-from runtime.host import RestartBudget
-from runtime.importer import FOLDER as CODE
-from runtime.importer import VARIABLE as CODE_VARIABLE
-from runtime.launch.children import adopt_orphans, start_module
-from runtime.launch.warm import ForkReply, ForkRequest
-from runtime.observe.log import logger
+from rubato.runtime.host import RestartBudget
+from rubato.runtime.importer import FOLDER as CODE
+from rubato.runtime.importer import VARIABLE as CODE_VARIABLE
+from rubato.runtime.launch.children import adopt_orphans, start_module
+from rubato.runtime.launch.warm import ForkReply, ForkRequest
+from rubato.runtime.observe.log import logger
 
-MODULE = "runtime.launch.warm"
+MODULE = "rubato.runtime.launch.warm"
 EVERYBODY = ("uvloop", "numpy")
 """What every actor imports as it starts, whatever its class."""
 
@@ -87,7 +87,7 @@ class Forks:
             return ForkedProcess(await self._answer(parent, reply))
         finally:
             del self._asked[name]
-            # Only while it waits: other orphans would stay as zombies, since nobody here waits for them.
+            # Only while it waits: other orphans would stay as zombies, since this process waits for none.
             adopt_orphans(bool(self._asked))
 
     async def _answer(self, parent: asyncio.subprocess.Process, reply: "asyncio.Future[int]") -> int:
@@ -149,7 +149,7 @@ class Forks:
         asked = self._asked.get(reply.name)
         if not reply.name:
             self._imported.set_result(None)
-        elif asked is None or asked.done():  # nobody waits any longer
+        elif asked is None or asked.done():  # its asker has given up
             if reply.pid:
                 ForkedProcess(reply.pid).send_signal(signal.SIGKILL)
         elif reply.pid:

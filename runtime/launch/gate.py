@@ -13,13 +13,13 @@ from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
 import msgspec
 
-from bus.address import is_loopback
-from bus.codec import Envelope
-from bus.keys import Keys
-from bus.link import Identity, Peer
-from bus.transport import Delivery, Transport
-from bus.zmq import ZmqTransport
-from runtime.observe.log import logger
+from rubato.bus.address import is_loopback
+from rubato.bus.codec import Envelope
+from rubato.bus.keys import Keys
+from rubato.bus.link import Identity, Peer
+from rubato.bus.transport import Delivery, Transport
+from rubato.bus.zmq import ZmqTransport
+from rubato.runtime.observe.log import logger
 
 REDIS_PORT = 6379
 PIECE_BYTES = 64 * 1024
@@ -189,9 +189,7 @@ class Gate:
 class GateServer(Gate):
     """On the first host, bound to a tcp address with keys: leads to what `connect` opens, the Store's server on this host."""
 
-    def __init__(
-        self, run_id: str, address: str, keys: Keys, connect: Callable[[], Awaitable[Ends]], tasks: asyncio.TaskGroup
-    ) -> None:
+    def __init__(self, run_id: str, address: str, keys: Keys, connect: Callable[[], Awaitable[Ends]], tasks: asyncio.TaskGroup) -> None:
         super().__init__(ZmqTransport(Identity(run_id, "gate", 1), address, keys=keys))
         self._connect = connect
         self._tasks = tasks

@@ -5,11 +5,11 @@ import itertools
 from collections.abc import Callable
 from pathlib import Path
 
-from runtime.config import Config
-from runtime.launch.children import start_module
-from runtime.launch.folder import make_private
-from runtime.launch.placer import HostSpec, JoinCommand, NotPlaced
-from runtime.launch.processes import ActorChild
+from rubato.runtime.config import Config
+from rubato.runtime.launch.children import start_module
+from rubato.runtime.launch.folder import make_private
+from rubato.runtime.launch.placer import HostSpec, JoinCommand, NotPlaced
+from rubato.runtime.launch.processes import ActorChild
 
 
 class ThisHost:
@@ -22,9 +22,7 @@ class ThisHost:
 
     async def place(self, spec: HostSpec, join: JoinCommand) -> "LocalHost":
         if missing := [label for label in spec.labels if label not in self._labels]:
-            raise NotPlaced(
-                f"this host is none of {', '.join(missing)}: add that to host.labels, or change launch.backend."
-            )
+            raise NotPlaced(f"this host is none of {', '.join(missing)}: add that to host.labels, or change launch.backend.")
         if spec.gpus:
             raise NotPlaced("this host's GPUs go to its own pools: raise the count of these, or change launch.backend.")
         make_private(self._folder)

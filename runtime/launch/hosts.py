@@ -2,17 +2,18 @@
 
 import asyncio
 import difflib
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
+from functools import partial
 from typing import Any
 
-from bus.errors import AskFailed
-from bus.message import Request
-from runtime.actor import Actor
-from runtime.config import Config
-from runtime.host import JobHost
-from runtime.messages import MOST_ADDED, AddActors, Added, DrainActors, NotAdded, RestartActors, StopJob
-from runtime.places import HostPlaces
-from runtime.registry import NODE, role_of
+from rubato.bus.errors import AskFailed
+from rubato.bus.message import Request
+from rubato.runtime.actor import Actor
+from rubato.runtime.config import Config
+from rubato.runtime.host import JobHost
+from rubato.runtime.messages import MOST_ADDED, AddActors, Added, DrainActors, NotAdded, RestartActors, StopJob
+from rubato.runtime.places import HostPlaces
+from rubato.runtime.registry import NODE, role_of
 
 NODE_ROLE = role_of(NODE)
 
@@ -26,9 +27,7 @@ SURE_S = 5.0
 class JobHosts:
     """As `agent` knows them; `here` runs what is on its own host. Only the first host's agent knows all actors of the job."""
 
-    def __init__(
-        self, agent: Actor, job: Config, here: JobHost, places: HostPlaces, tell: Callable[[str, bool], None]
-    ) -> None:
+    def __init__(self, agent: Actor, job: Config, here: JobHost, places: HostPlaces, tell: Callable[[str, bool], None]) -> None:
         """`tell` says a sentence to the user, good news or not, while the job runs."""
         self._agent, self._job, self._here, self._places, self._tell = agent, job, here, places, tell
         self._given: dict[str, str] = {}
@@ -41,14 +40,14 @@ class JobHosts:
         """Hosts that said so."""
         self._leaving: set[str] = set()
         self._left: set[str] = set()
-        """What was drained: whoever asks for it again, because the answer was lost, is told so."""
+        """Actors that were drained: a request that is repeated, because its answer was lost, gets that answer again."""
 
     def others(self) -> list[str]:
         """The hosts in reach besides this one."""
         return [name for name in self._agent.peers(NODE_ROLE) if name != self._agent.name]
 
     def where(self, name: str) -> str:
-        """The host that runs the actor `name`; empty where nobody does."""
+        """The host that runs the actor `name`; empty where none does."""
         if name in self._here.names():
             return self._agent.name
         host = self._given.get(name, "")
@@ -151,18 +150,27 @@ class JobHosts:
                 self._pools.pop(name, None)
         return done
 
-    async def restart(self, names: Sequence[str]) -> Added | NotAdded:
-        """Drain these actors wherever they run and start them again there, or refuse all."""
+    async def restart(self, names: Sequence[str], *, held: bool = False) -> Added | NotAdded:
+        """Drain these actors wherever they run and start them again there, or refuse all; with `held` those that something holds still."""
         if refused := self._unknown(names):
             return refused
-        work = [self._on(host, RestartActors(tuple(on))) for host, on in self._by_host(names).items()]
+        work = [self._on(host, RestartActors(tuple(on), held)) for host, on in self._by_host(names).items()]
         return await self._all(names, work)
 
-    async def stop_others(self, limit_s: float, *, now: bool) -> None:
-        """Tell the hosts that joined that the job is over, and give them `limit_s` to hand back what they hold."""
+    def followers(self) -> tuple[int, Collection[str]]:
+        """The hosts that leave only after the first one's actors of lower orders than the first of these, and that order."""
+        found = dict[str, int]()
         others = self.others()
-        await self._all((), [self._ask(host, StopJob(now, "the run is over")) for host in others])
-        await self._gone(others, limit_s)
+        for name, host in self._given.items():
+            role = role_of(name)
+            if host in others and role in self._job.actors and (of := self._job.actor_class(role)).drains_across:
+                found[host] = min(of.drain_order, found.get(host, of.drain_order))
+        return min(found.values(), default=0), found
+
+    async def stop(self, hosts: Collection[str], limit_s: float, *, now: bool) -> None:
+        """Tell hosts that joined that the job is over, and give them `limit_s` to hand back what they hold."""
+        await self._all((), [self._ask(host, StopJob(now, "the run is over")) for host in hosts])
+        await self._gone(hosts, limit_s)
 
     # -- parts --------------------------------------------------------------------------------------------------
 
@@ -212,7 +220,7 @@ class JobHosts:
         """Have `host` do it, or do it where that is this one."""
         if host != self._agent.name:
             return await self._ask(host, request)
-        act = self._here.drain if isinstance(request, DrainActors) else self._here.restart
+        act = self._here.drain if isinstance(request, DrainActors) else partial(self._here.restart, held=request.held)
         async with asyncio.TaskGroup() as tasks:
             for name in request.names:
                 tasks.create_task(act(name, DRAIN_LIMIT_S))
@@ -231,7 +239,7 @@ class JobHosts:
             return f"{host} did not answer: {error}."
         return reply.why if isinstance(reply, NotAdded) else ""
 
-    async def _gone(self, hosts: Sequence[str], limit_s: float) -> bool:
+    async def _gone(self, hosts: Collection[str], limit_s: float) -> bool:
         try:
             async with asyncio.timeout(limit_s):
                 while set(hosts) & set(self.others()):

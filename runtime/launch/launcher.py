@@ -13,35 +13,38 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from bus.address import bare, is_loopback, spelt
-from bus.errors import AskFailed, BadAddress
-from runtime.config import Config, load
-from runtime.config.schema import schema_of, sources
-from runtime.errors import ConfigError, ExitCode, LaunchError
-from runtime.host import RestartBudget
-from runtime.importer import FOLDER as CODE
-from runtime.importer import keep, pack, unpack, use
-from runtime.kernel import free_bytes
-from runtime.launch.agent import ASK_S, JobOutcome, NodeAgent
-from runtime.launch.card import RunCard, RunKeys, command_for, find_keys
-from runtime.launch.children import allow_many_files, is_ignored, on_signals, prepare, start_module
-from runtime.launch.connection import RunAccess, reach
-from runtime.launch.console import Console, settle, step_table
-from runtime.launch.folder import RunFolder, make_keys, write_keys
-from runtime.launch.gate import GateClient, GateServer, way_through, way_to
-from runtime.launch.placer import PlacedHosts, placed_hosts, placer_problems
-from runtime.launch.processes import ProcessBackend, process_backend, process_host
-from runtime.launch.shared import SharedScope, password_for, scope_of, write_shared
-from runtime.launch.token import JoinToken, write_token
-from runtime.messages import MOST_ADDED, AddActors, NotAdded
-from runtime.observe.figures import STORE
-from runtime.observe.log import configure, logger
-from runtime.observe.trace import merge_traces
-from runtime.places import HostPlaces
-from runtime.registry import LEASE_TTL_S, NODE, list_actors
-from runtime.store.embedded import EmbeddedRedis, ScopedGuest
-from runtime.store.errors import StoreUnavailable
-from runtime.store.redis import RedisStore
+from rubato.bus.address import bare, is_loopback, spelt
+from rubato.bus.errors import AskFailed, BadAddress
+from rubato.runtime.config import Config
+from rubato.runtime.config.compose import load, part_named, pool_named, preflight, problems
+from rubato.runtime.config.schema import schema_of
+from rubato.runtime.errors import ConfigError, ExitCode, LaunchError
+from rubato.runtime.host import RestartBudget
+from rubato.runtime.importer import FOLDER as CODE
+from rubato.runtime.importer import use
+from rubato.runtime.kept_code import keep, pack, unpack
+from rubato.runtime.kernel import free_bytes
+from rubato.runtime.launch.agent import ASK_S, JobOutcome, NodeAgent
+from rubato.runtime.launch.card import RunCard, RunKeys, command_for, find_keys, sources
+from rubato.runtime.launch.children import is_ignored, on_signals, prepare, start_module
+from rubato.runtime.launch.connection import RunAccess, reach
+from rubato.runtime.launch.console import Console, settle, step_table
+from rubato.runtime.launch.folder import RunFolder, make_keys, write_keys
+from rubato.runtime.launch.gate import GateClient, GateServer, way_through, way_to
+from rubato.runtime.launch.placer import PlacedHosts, placed_hosts, placer_problems
+from rubato.runtime.launch.processes import ProcessBackend, process_backend, process_host
+from rubato.runtime.launch.shared import SharedScope, password_for, scope_of, write_shared
+from rubato.runtime.launch.token import JoinToken, write_token
+from rubato.runtime.messages import MOST_ADDED, AddActors, NotAdded
+from rubato.runtime.node import allow_many_files
+from rubato.runtime.observe.figures import STORE
+from rubato.runtime.observe.log import configure, logger
+from rubato.runtime.observe.trace import merge_traces
+from rubato.runtime.places import HostPlaces
+from rubato.runtime.registry import LEASE_TTL_S, NODE, list_actors
+from rubato.runtime.store.embedded import EmbeddedRedis, ScopedGuest
+from rubato.runtime.store.redis import RedisStore
+from rubato.runtime.store.store import StoreUnavailable
 
 REDIS_RESTART_S = (0.2, 2.0)
 """Pause before a dead embedded server is started again on its own append-only file: the first, and what it doubles up to."""
@@ -61,14 +64,7 @@ class Launcher:
     """Runs `config` in `folder`; `run` returns the exit code."""
 
     def __init__(
-        self,
-        config: Config,
-        folder: Path,
-        *,
-        resume: bool,
-        force: bool,
-        update_code: bool = False,
-        told: Sequence[str] = (),
+        self, config: Config, folder: Path, *, resume: bool, force: bool, update_code: bool = False, told: Sequence[str] = ()
     ) -> None:
         self._config, self._told = config, told
         self._folder = RunFolder(folder.resolve())
@@ -80,7 +76,7 @@ class Launcher:
         self._placed: PlacedHosts | None = None
         self._main: asyncio.Task[Any] | None = None
         self._hung_up = False
-        """It ends because its terminal was closed, and nobody has asked for that since."""
+        """Whether it ends because its terminal was closed, with no other signal since."""
 
     async def run(self) -> int:
         """Raises CancelledError where a signal came before there was anything to drain."""
@@ -94,9 +90,7 @@ class Launcher:
         )  # fmt: skip
         try:
             self._keys = find_keys(self._folder.path)
-            if (
-                self._keys is None and self._config.launch.hosts
-            ):  # they are brought by this launch: their user need not know a key
+            if self._keys is None and self._config.launch.hosts:  # they are brought by this launch: their user need not know a key
                 self._keys = make_keys(self._folder.path)
             card.host = self._host_address()
             card.schema, card.sources = schema_of(self._config), sources()
@@ -104,7 +98,7 @@ class Launcher:
             self._folder.config.touch(mode=0o600)  # state.url may hold a password
             self._folder.config.write_text(self._config.dump())
             keep(self._folder.path / CODE, self._config.tree())
-            self._folder.write(card)  # whoever resumes a launch that was killed from here on knows what to clear away
+            self._folder.write(card)  # killed from here on, its resume knows what to clear away
             self._console.say(f"rubato · run {self._folder.path.name} · {self._folder.path}")
             for sentence in filter(None, (self._folder.open_to_others(), *self._told, *self._unheard())):
                 self._console.notice(sentence)
@@ -122,14 +116,12 @@ class Launcher:
             raise LaunchError(wrong[0])
         self._keys = find_keys(self._folder.path)
         if self._config.state.shared and self._keys is None:
-            raise LaunchError(
-                f"state.shared needs the run's own keys. Make them with: {command_for(self._folder.path)}"
-            )
+            raise LaunchError(f"state.shared needs the run's own keys. Make them with: {command_for(self._folder.path)}")
         self._host_address()
         if wrong := [
             *HostPlaces.here(self._config).problems(),
             *placer_problems(self._config),
-            *self._config.problems(self._folder.path, replaced=self._force),
+            *problems(self._config, self._folder.path, replaced=self._force),
         ]:
             raise ConfigError("\n".join(wrong))
 
@@ -139,8 +131,8 @@ class Launcher:
         backend = await stack.enter_async_context(process_backend(self._folder.path, self._config, roles, tasks))
         await self._open_state(card, stack, tasks)
         self._folder.write(card)
-        await _prepare(self._config, self._folder.path, self._console)
-        self._config.preflight(self._folder.path)
+        await _prepare(self._folder.path, self._console, [*self._config.brought_by, *self._config.prepare])
+        preflight(self._config, self._folder.path)
         keys = self._keys.curve if self._keys else None
         connection = await stack.enter_async_context(reach(self._config, card, self._folder.path, keys))
         for record in await list_actors(connection.store):  # left over from a launcher that was killed
@@ -152,10 +144,7 @@ class Launcher:
     async def _host(self, connection: RunAccess, backend: ProcessBackend, tasks: asyncio.TaskGroup) -> JobOutcome:
         """Run the node agent and the actors until there is an outcome, then stop them."""
         began = self._clock()
-        async with (
-            process_host(connection, self._console, backend, tasks) as agent,
-            AsyncExitStack() as placed,
-        ):
+        async with process_host(connection, self._console, backend, tasks) as agent, AsyncExitStack() as placed:
             shared, code = self._config.dump(shared=True).encode(), pack(self._folder.path / CODE)
             await connection.store.write({"config": shared, "code": code})
             self._agent = agent
@@ -164,9 +153,7 @@ class Launcher:
                 assert self._keys is not None, "hosts come by them"
                 card = connection.card
                 token = write_token(JoinToken(card.id, card.gate, card.state_url, self._keys))
-                self._placed = await placed.enter_async_context(
-                    placed_hosts(self._config, self._folder.path, token, agent)
-                )
+                self._placed = await placed.enter_async_context(placed_hosts(self._config, self._folder.path, token, agent))
             agent.spawn(self._announce_ready(agent, began), name="launch.ready")
             outcome = await agent.over
             over = self._clock()
@@ -214,13 +201,9 @@ class Launcher:
         """`bus.host`, if it is allowed. Raises LaunchError with what to do."""
         host = self._config.bus.host
         if bare(host) in ("0.0.0.0", "*", "::"):
-            raise LaunchError(
-                f"bus.host={host} is no address that another host could use. Name one of this host's own."
-            )
+            raise LaunchError(f"bus.host={host} is no address that another host could use. Name one of this host's own.")
         if host and not is_loopback(host) and self._keys is None and not self._config.launch.hosts:
-            raise LaunchError(
-                f"bus.host={host} lets other hosts in, which needs keys. Make them with: {command_for(self._folder.path)}"
-            )
+            raise LaunchError(f"bus.host={host} lets other hosts in, which needs keys. Make them with: {command_for(self._folder.path)}")
         return host
 
     async def _open_gate(self, card: RunCard, stack: AsyncExitStack, tasks: asyncio.TaskGroup) -> None:
@@ -325,9 +308,7 @@ class Part(NamedTuple):
 class Joiner:
     """Brings `parts` into the run that `token` opens; `run` returns the exit code."""
 
-    def __init__(
-        self, token: JoinToken, parts: Sequence[Part], folder: Path, host: str = "", overrides: tuple[str, ...] = ()
-    ) -> None:
+    def __init__(self, token: JoinToken, parts: Sequence[Part], folder: Path, host: str = "", overrides: tuple[str, ...] = ()) -> None:
         self._token, self._parts = token, parts
         self._folder = RunFolder(folder.resolve())
         self._host = host
@@ -373,8 +354,8 @@ class Joiner:
         console = Console(step_table(config.report.console), config.hidden)
         if said := self._folder.open_to_others():
             console.notice(said)
-        if config.model_path and not (self._folder.path / config.model_path).exists():
-            await _prepare(config, self._folder.path, console)  # as the first host did
+        missing = config.model_path and not (self._folder.path / config.model_path).exists()
+        await _prepare(self._folder.path, console, [*config.brought_by, *(config.prepare if missing else ())])  # as the first host did
         for role, _, pool in self._parts:
             config.actor_class(role).preflight(config.actor_config(role, pool), self._folder.path)
         return await self._host_actors(connection, tasks, console)
@@ -440,9 +421,7 @@ class Joiner:
         finally:
             await store.close()
         if text is None:
-            raise LaunchError(
-                f"the run {card.id} has no config yet: it is still starting, or the token is another run's."
-            )
+            raise LaunchError(f"the run {card.id} has no config yet: it is still starting, or the token is another run's.")
         self._folder.config.touch(mode=0o600)
         self._folder.config.write_bytes(text)
         kept = self._folder.path / CODE
@@ -457,17 +436,17 @@ class Joiner:
 def _resolved(part: Part, config: Config) -> Part:
     """With its role and its pool, of those that the run has. Raises LaunchError or ConfigError."""
     if not part.role:
-        found = config.part(part.pool)
+        found = part_named(config, part.pool)
         return Part(found.role, part.num, found.name)
     if part.role not in config.actors:
         raise LaunchError(f"{part.role} is not a role of this run. Its roles are {', '.join(config.actors)}.")
-    return part._replace(pool=config.pool_of(part.role, part.pool))
+    return part._replace(pool=pool_named(config, part.role, part.pool))
 
 
-async def _prepare(config: Config, folder: Path, console: Console) -> None:
-    """What the config's `prepare` modules make in the run folder; a module finds what is there. Raises LaunchError where one fails."""
+async def _prepare(folder: Path, console: Console, modules: Sequence[str]) -> None:
+    """What `modules` make in the run folder; a module finds what is there. Raises LaunchError where one fails."""
     clock = asyncio.get_running_loop().time
-    for target in config.prepare:
+    for target in modules:
         began = clock()
         what = await prepare(target, folder, console.preparing)
         if what:
@@ -508,9 +487,7 @@ def _own_address(there: str) -> str:
             return spelt(probe.getsockname()[0])
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise LaunchError(
-            f"this host has no way to {parts.hostname} ({reason}). Name its own address with --host."
-        ) from error
+        raise LaunchError(f"this host has no way to {parts.hostname} ({reason}). Name its own address with --host.") from error
 
 
 def _checked(host: str) -> str:
@@ -526,7 +503,5 @@ def _checked(host: str) -> str:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.bind((str(address), 0))
     except OSError as error:
-        raise LaunchError(
-            f"--host {host} is not an address of this host ({error.strerror}). Name one of its own."
-        ) from error
+        raise LaunchError(f"--host {host} is not an address of this host ({error.strerror}). Name one of its own.") from error
     return spelt(str(address))

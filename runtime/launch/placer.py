@@ -14,15 +14,16 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from runtime.config import Config
-from runtime.errors import ConfigError, ExitCode, RubatoError, said_by
-from runtime.host import Death, Ending, Incarnation, JobHost, RestartBudget
-from runtime.importer import check_module, load_configured
-from runtime.launch.agent import JobOutcome, NodeAgent
-from runtime.observe.log import logger
-from runtime.registry import role_of
+from rubato.runtime.config import Config
+from rubato.runtime.config.compose import part_named
+from rubato.runtime.errors import ConfigError, ExitCode, RubatoError, said_by
+from rubato.runtime.host import Death, Ending, Incarnation, JobHost, RestartBudget
+from rubato.runtime.importer import check_module, load_configured
+from rubato.runtime.launch.agent import JobOutcome, NodeAgent
+from rubato.runtime.observe.log import logger
+from rubato.runtime.registry import role_of
 
-BACKENDS = {"here": "runtime.launch.here:ThisHost"}
+BACKENDS = {"here": "rubato.runtime.launch.here:ThisHost"}
 """Short names of `launch.backend`; what is none of them is an import path."""
 
 RESTARTS, WINDOW_S = 5, 300.0
@@ -39,7 +40,7 @@ class HostSpec(msgspec.Struct, frozen=True):
     """One kind of host. A host of it brings all of `pools` and `roles`, and has what their processes need together."""
 
     name: str
-    """What the config calls it; the hosts of it are `name`-1 to `name`-`count`."""
+    """Name in the config; the hosts of it are `name`-1 to `name`-`count`."""
     count: int
     """Hosts alike that the run wants in all: an engine may set room aside for them at once."""
     pools: Mapping[str, int] = {}
@@ -72,7 +73,7 @@ class PlacedHost(Protocol):
 
     @property
     def id(self) -> str:
-        """What the engine calls it, in its own commands."""
+        """Name that the engine's own commands have for it."""
         ...
 
     async def ended(self) -> Ending:
@@ -111,10 +112,10 @@ class HostPlacer(Protocol):
 
 
 def specs_of(config: Config) -> dict[str, HostSpec]:
-    """What the config's `launch.hosts` ask for, by name."""
+    """Specs of hosts that the config's `launch.hosts` asks for, by name."""
     found: dict[str, HostSpec] = {}
     for name, asked in config.launch.hosts.items():
-        members = {part: (config.part(part), num) for part, num in asked.pools.items()}
+        members = {part: (part_named(config, part), num) for part, num in asked.pools.items()}
         sections = [(config.actors[p.role].pools[p.name], num) for p, num in members.values() if p.name]
         found[name] = HostSpec(
             name,
@@ -143,10 +144,10 @@ def _target(config: Config) -> str:
 
 
 def join_command(spec: HostSpec, token: str) -> JoinCommand:
-    """What a host of `spec` runs."""
+    """Command that a host of `spec` runs."""
     brings = ",".join(f"{name}={num}" for name, num in {**spec.pools, **spec.roles}.items())
     labels = [f"host.labels=[{','.join(spec.labels)}]"] if spec.labels else []
-    return JoinCommand("runtime.cli", ("add", *labels, "--pools", brings, "--join", "-"), token)
+    return JoinCommand("rubato.runtime.cli", ("add", *labels, "--pools", brings, "--join", "-"), token)
 
 
 @asynccontextmanager
@@ -168,9 +169,7 @@ class PlacedHosts:
     A host that can't be placed at all ends the job. It is the back end of a JobHost, whose names are those of hosts.
     """
 
-    def __init__(
-        self, placer: HostPlacer, specs: Mapping[str, HostSpec], token: str, agent: NodeAgent, limit_s: float
-    ) -> None:
+    def __init__(self, placer: HostPlacer, specs: Mapping[str, HostSpec], token: str, agent: NodeAgent, limit_s: float) -> None:
         self._placer, self._specs, self._agent, self._limit_s = placer, specs, agent, limit_s
         self._placing: set[asyncio.Task[Incarnation]] = set()
         self._join = {name: join_command(spec, token) for name, spec in specs.items()}
@@ -206,7 +205,7 @@ class PlacedHosts:
                 host = await self._placer.place(spec, self._join[spec.name])
         except TimeoutError:
             return _Unplaced(f"none came within {self._limit_s:g} s (launch.place_timeout_s)")
-        except Exception as error:  # noqa: BLE001 - NotPlaced; or what a placer of somebody's raises, which is no host either
+        except Exception as error:  # noqa: BLE001 - NotPlaced, or what a user's placer raises: no host either way
             return _Unplaced(said_by(error))
         logger("host").info("placed", host=name, id=host.id, pools=dict(spec.pools), roles=dict(spec.roles))
         return _Hosted(host, self._agent.spawn)
@@ -221,9 +220,7 @@ class PlacedHosts:
             self._agent.end(JobOutcome("failed", sentence, death.name))
             return
         again = f"asking for another in {death.restart_in_s:.1f} s ({death.attempt} of {death.limit})"
-        self._agent.screen.notice(
-            f"the host {death.name} is gone ({death.ending.how}) after {death.after_s:.1f} s{because}; {again}"
-        )
+        self._agent.screen.notice(f"the host {death.name} is gone ({death.ending.how}) after {death.after_s:.1f} s{because}; {again}")
 
 
 class _Hosted:
@@ -248,7 +245,7 @@ class _Hosted:
     async def _ending(self) -> Ending:
         try:
             return await self._host.ended()
-        except Exception as error:  # noqa: BLE001 - a placer of somebody's no longer knows: then it is as good as gone
+        except Exception as error:  # noqa: BLE001 - a user's placer no longer knows: the host is as good as gone
             return Ending("lost", said_by(error), lost=True)
         finally:
             await self._host.release()

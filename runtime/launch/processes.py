@@ -8,22 +8,22 @@ from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from runtime.blobs.server import BlobServer
-from runtime.config import Config
-from runtime.config.config import Pool
-from runtime.config.sections import DEVICES
-from runtime.errors import ActorFailed
-from runtime.host import Ending
-from runtime.importer import FOLDER as CODE
-from runtime.importer import PACKAGES
-from runtime.importer import VARIABLE as CODE_VARIABLE
-from runtime.launch.agent import Hosting, NodeAgent, Screen
-from runtime.launch.children import is_stopped, last_line, start_module
-from runtime.launch.connection import RunAccess
-from runtime.launch.forks import ForkedProcess, Forks, NotForked, forks
-from runtime.observe.log import logger
-from runtime.places import HostPlaces
-from runtime.registry import role_of
+from rubato.runtime.blobs.server import BlobServer
+from rubato.runtime.config import Config
+from rubato.runtime.config.config import Pool
+from rubato.runtime.config.sections import DEVICES
+from rubato.runtime.errors import ActorFailed
+from rubato.runtime.host import Ending
+from rubato.runtime.importer import FOLDER as CODE
+from rubato.runtime.importer import NAME
+from rubato.runtime.importer import VARIABLE as CODE_VARIABLE
+from rubato.runtime.launch.agent import Hosting, NodeAgent, Screen
+from rubato.runtime.launch.children import is_stopped, last_line, start_module
+from rubato.runtime.launch.connection import RunAccess
+from rubato.runtime.launch.forks import ForkedProcess, Forks, NotForked, forks
+from rubato.runtime.observe.log import logger
+from rubato.runtime.places import HostPlaces
+from rubato.runtime.registry import role_of
 
 
 class ActorChild:
@@ -58,7 +58,7 @@ class ActorChild:
 
 
 class ProcessBackend:
-    """Starts the actors of `job`, each as `python -m runtime.node` in the run `folder`: forked by `warm` where its role may be."""
+    """Starts the actors of `job`, each as `python -m rubato.runtime.node` in the run `folder`: forked by `warm` where its role may be."""
 
     def __init__(self, folder: Path, job: Config, warm: Forks | None) -> None:
         self._logs = folder / "logs"
@@ -98,7 +98,7 @@ class ProcessBackend:
         more[CODE_VARIABLE] = str(self._folder / CODE)
         with path.open("wb") as stderr:
             return await start_module(
-                "runtime.node", str(self._folder), name, *filter(None, [place.pool]),
+                "rubato.runtime.node", str(self._folder), name, *filter(None, [place.pool]),
                 more=more, cores=place.cores, stdout=stderr, stderr=stderr, start_new_session=True,
             )  # fmt: skip
 
@@ -113,14 +113,12 @@ def modules_of(job: Config) -> Mapping[Pool, tuple[str, ...]]:
             preloads = actor_class.preload(job.actor_config(role, name)) if forks else None
             if preloads is not None:
                 own = actor_class.__module__
-                found[Pool(role, name)] = (own, *preloads) if own.partition(".")[0] in PACKAGES else preloads
+                found[Pool(role, name)] = (own, *preloads) if own.partition(".")[0] == NAME else preloads
     return found
 
 
 @asynccontextmanager
-async def process_backend(
-    folder: Path, job: Config, roles: Iterable[str], tasks: asyncio.TaskGroup
-) -> AsyncGenerator[ProcessBackend]:
+async def process_backend(folder: Path, job: Config, roles: Iterable[str], tasks: asyncio.TaskGroup) -> AsyncGenerator[ProcessBackend]:
     """With a warm parent, which begins at once with what this host's `roles` need: what few of them wait for comes last."""
     modules = modules_of(job)
     chosen = set(roles)

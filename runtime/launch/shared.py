@@ -6,10 +6,10 @@ from pathlib import Path
 
 import msgspec
 
-from runtime.config.variables import fill
-from runtime.errors import LaunchError
-from runtime.launch.folder import write_private
-from runtime.store.redis import RedisStore
+from rubato.runtime.config.source import fill
+from rubato.runtime.errors import LaunchError
+from rubato.runtime.launch.folder import write_private
+from rubato.runtime.store.redis import RedisStore
 
 FILE = "cluster.json"
 """In the run folder, readable by its owner alone: it holds a password."""
@@ -29,7 +29,7 @@ def scope_of(run_id: str) -> str:
 
 
 def password_for(password: str) -> str:
-    """Of those who share a server whose owner has `password`: the same at each start, and nobody finds the owner's from it."""
+    """Password of the jobs that share a server whose owner has `password`: the same at each start; the owner's can't be found from it."""
     return hashlib.blake2b(password.encode(), digest_size=24, person=b"rubato-shared").hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""`rubato keys new|show|join-token`, and the join token: all that a second host needs to enter a job. Whoever holds it is in."""
+"""`rubato keys new|show|join-token`, and the join token: all that a second host needs to enter a job."""
 
 import argparse
 import base64
@@ -10,14 +10,14 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from bus.errors import BadKeys
-from bus.keys import check_keys
-from runtime.config.variables import fill
-from runtime.errors import LaunchError
-from runtime.launch.card import KEYS_FILE, RunKeys, command_for, find_keys, running
-from runtime.launch.folder import make_keys
-from runtime.launch.gate import way_to
-from runtime.registry import NODE
+from rubato.bus.errors import BadKeys
+from rubato.bus.keys import check_keys
+from rubato.runtime.config.source import fill
+from rubato.runtime.errors import LaunchError
+from rubato.runtime.launch.card import KEYS_FILE, RunKeys, command_for, find_keys, running
+from rubato.runtime.launch.folder import make_keys
+from rubato.runtime.launch.gate import way_to
+from rubato.runtime.registry import NODE
 
 PREFIX = "rubato1."
 """Names the format, so that a later one can be told apart."""
@@ -63,9 +63,7 @@ def read_token(text: str) -> JoinToken:
         if not there.hostname or there.port == 0:
             raise ValueError("it names no address that another host could come to")
     except (ValueError, msgspec.MsgspecError, BadKeys) as error:
-        raise LaunchError(
-            f"this is no join token ({error}). Print one on the first host with: rubato keys join-token --run DIR"
-        ) from None
+        raise LaunchError(f"this is no join token ({error}). Print one on the first host with: rubato keys join-token --run DIR") from None
     return token
 
 
@@ -123,9 +121,7 @@ def _join_token(folder: Path) -> str:
     if not card.host:
         raise LaunchError(f"the run in {folder} is not reachable from other hosts: launch it with bus.host=ADDRESS.")
     if not card.gate and way_to(card.url) is not None:
-        raise LaunchError(
-            f"the run in {folder} was launched before it had these keys. Stop it and go on with --resume."
-        )
+        raise LaunchError(f"the run in {folder} was launched before it had these keys. Stop it and go on with --resume.")
     if not card.gate and not card.url.startswith("rediss://"):
         print("warning: state.url is not encrypted on the network; use rediss://", file=sys.stderr)  # noqa: T201
     return write_token(JoinToken(card.id, card.gate, card.state_url, keys))

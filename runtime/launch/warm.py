@@ -1,4 +1,4 @@
-"""The warm parent: `python -m runtime.launch.warm RUN_DIR MODULE…` imports what actors of the run need, once, and forks them.
+"""The warm parent: `python -m rubato.runtime.launch.warm RUN_DIR MODULE…` imports what actors of the run need, once, and forks them.
 
 It has no thread, event loop or ZeroMQ context of which a child would inherit half. What it forks becomes a child of the launcher, and
 lives and ends as if the launcher had started it, whatever becomes of this process. Requests come on standard input and replies go to
@@ -17,8 +17,9 @@ from pathlib import Path
 
 import msgspec
 
-from runtime import node
-from runtime.launch.children import die_with, end_process
+from rubato.runtime import node
+from rubato.runtime.launch.children import die_with
+from rubato.runtime.node import end_process
 
 GO = b"!"
 
@@ -42,9 +43,7 @@ class ForkReply(msgspec.Struct):
 def main(argv: Sequence[str]) -> int:
     """Serve until the launcher closes the input; in a child, be the actor that was asked for."""
     folder, modules = Path(argv[0]), argv[1:]
-    os.closerange(
-        3, os.sysconf("SC_OPEN_MAX")
-    )  # uvloop leaves copies of the replies' end: children would keep it from closing
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # uvloop leaves copies of the replies' end: children would keep it from closing
     gc.disable()  # imports leave little garbage, and a fifth of their time went into looking for it
     asked = WarmParent(folder, os.getppid()).serve(modules)
     if asked:
@@ -151,7 +150,7 @@ class WarmParent:
 
 
 def _import(module: str) -> None:
-    """One that can't be imported is told of by the actor that needs it."""
+    """Import `module`; where that fails, the actor that needs it will say so."""
     try:
         import_module(module)
     except Exception:  # noqa: BLE001 - whatever a module raises
@@ -159,7 +158,7 @@ def _import(module: str) -> None:
 
 
 def _be(folder: Path, asked: ForkRequest) -> int:
-    """As `python -m runtime.node RUN_DIR NAME [POOL]` would be."""
+    """As `python -m rubato.runtime.node RUN_DIR NAME [POOL]` would be."""
     with (folder / "logs" / f"{asked.name}.stderr").open("ab") as stderr:
         for fd in (1, 2):
             os.dup2(stderr.fileno(), fd)
@@ -174,7 +173,7 @@ def _be(folder: Path, asked: ForkRequest) -> int:
 
 
 def _words(folder: Path, asked: ForkRequest) -> list[str]:
-    return [sys.executable, "-m", "runtime.node", str(folder), asked.name, *filter(None, [asked.pool])]
+    return [sys.executable, "-m", "rubato.runtime.node", str(folder), asked.name, *filter(None, [asked.pool])]
 
 
 def retitle(words: Sequence[str]) -> None:

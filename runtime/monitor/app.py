@@ -16,13 +16,13 @@ from textual.css.query import NoMatches
 from textual.screen import ModalScreen
 from textual.widgets import ContentSwitcher, DataTable, Static
 
-from bus.message import Request
-from runtime.errors import LaunchError, RubatoError
-from runtime.importer import load_object
-from runtime.launch.card import read_card
-from runtime.messages import AddActors, Added, DrainActors, Drained, RestartActors
-from runtime.monitor.source import RunSource, View
-from runtime.monitor.text import (
+from rubato.bus.message import Request
+from rubato.runtime.errors import LaunchError, RubatoError
+from rubato.runtime.importer import load_object
+from rubato.runtime.launch.card import read_card
+from rubato.runtime.messages import AddActors, Added, DrainActors, Drained, RestartActors
+from rubato.runtime.monitor.source import RunSource, View
+from rubato.runtime.monitor.text import (
     COLUMNS,
     HELP,
     WIDTHS,
@@ -39,8 +39,8 @@ from runtime.monitor.text import (
     trend,
     waits_panel,
 )
-from runtime.monitor.views import ActorView
-from runtime.registry import NODE
+from rubato.runtime.monitor.views import ActorView
+from rubato.runtime.registry import NODE
 
 NODE_ROLE = "node"
 """The launcher's own actor: it is stopped with `rubato stop`, never killed from here."""
@@ -66,7 +66,7 @@ class RunActions:
 
         What drains is not restarted, and what is added comes to the host of this folder.
         """
-        from runtime.guest import ask_node
+        from rubato.runtime.guest import ask_node
 
         if what == "kill":
             return self._kill(actor)
@@ -82,13 +82,9 @@ class RunActions:
     def _kill(self, actor: ActorView) -> str:
         """SIGKILL, as a crash would be; the job's supervisor restarts it. Only processes of this host, never the launcher."""
         if actor["role"] == NODE_ROLE or actor["pid"] == os.getpid():
-            raise LaunchError(
-                f"{actor['name']} is not killed from here. Stop the job with: rubato stop --run {self._folder}"
-            )
+            raise LaunchError(f"{actor['name']} is not killed from here. Stop the job with: rubato stop --run {self._folder}")
         if actor["host"] != socket.gethostname():
-            raise LaunchError(
-                f"{actor['name']} runs on {actor['host']}; only processes of this host can be killed from here."
-            )
+            raise LaunchError(f"{actor['name']} runs on {actor['host']}; only processes of this host can be killed from here.")
         try:
             os.kill(actor["pid"], signal.SIGKILL)
         except OSError as error:
@@ -114,18 +110,17 @@ PAGES = {"f": "flow", "w": "waits", "m": "metrics", "i": "in flight", "l": "log"
 ACTS = {"d": "drain", "r": "restart", "k": "kill", "plus": "add"}
 KEYS = "q quit a actors s samples f flow w waits m metrics i in flight l log d drain r restart k kill + ?"
 
-SAMPLES = "actors.report.transcripts.screen:SamplesScreen"
+SAMPLES = "rubato.actors.report.transcripts.screen:SamplesScreen"
 """Made with the run's folder: the runtime itself knows no word of what a job samples."""
 
 
 class ConfirmScreen(ModalScreen[bool]):
     """Asks one question; y answers yes, anything else that closes it no."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("y", "answer(True)", "yes"),
-        Binding("n,escape,q", "answer(False)", "no"),
-    ]
-    CSS = "ConfirmScreen { align: center middle; } ConfirmScreen Static { width: auto; max-width: 76; border: round $warning; padding: 1 2; }"
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("y", "answer(True)", "yes"), Binding("n,escape,q", "answer(False)", "no")]
+    CSS = (
+        "ConfirmScreen { align: center middle; } ConfirmScreen Static { width: auto; max-width: 76; border: round $warning; padding: 1 2; }"
+    )
 
     def __init__(self, question: str) -> None:
         super().__init__()

@@ -7,15 +7,15 @@ there. What stands still at the end is stalled; where everything moves, the stag
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, cast, get_args
 
-from runtime.monitor.views import ActorView, BlockedRow, Kind, StageRow, WaitRow
-from runtime.observe.figures import CLUSTER_STORE, OTHER_JOB, STORE
-from runtime.registry import BEAT_S, NODE
+from rubato.runtime.monitor.views import ActorView, BlockedRow, Kind, StageRow, WaitRow
+from rubato.runtime.observe.figures import CLUSTER_STORE, OTHER_JOB, STORE
+from rubato.runtime.registry import BEAT_S, NODE
 
 SILENT_S = 2.5
 """Two heartbeats and a half: one may be late by a second and no more in a process that runs."""
 
 LATE_MS = 250.0
-"""An event loop that runs so late holds up everybody who talks to it; a healthy one stays under 20."""
+"""An event loop that runs so late holds up all that talk to it; a healthy one stays under 20."""
 
 NODE_ROLE = "node"
 
@@ -40,10 +40,10 @@ class Processes:
         nodes = {actor["name"] for actor in actors if actor["role"] == NODE_ROLE}
         self._seen = {wait.what: wait for wait in waits if wait.actor in nodes and wait.stage in PROCESS}
         self.job_ends = any(wait.actor == NODE and wait.stage == ENDING for wait in waits)
-        """What runs is drained and saved: who is gone is missed by nobody."""
+        """Whether actors are drained and saved: one that is gone is no trouble then."""
 
     def names(self) -> list[str]:
-        """Everybody who is registered, or whose process somebody watches."""
+        """Actors that are registered, or whose process a node agent watches."""
         return sorted({*self._actors, *(name for name, wait in self._seen.items() if wait.stage != "drained")})
 
     def instances(self, holder: str) -> list[str]:
@@ -102,7 +102,7 @@ ENDING = "ending"
 """What a node agent waits for once the job, or its host's part of it, is over: its actors' end."""
 
 DRAINING = Health("refused", "it is draining")
-"""Whoever waits for one that drains is told so; by itself that is no trouble."""
+"""Shown to actors that wait for one that drains; by itself that is no trouble."""
 
 MIN_AGE_S = 1.0
 """Shorter waits are how work passes from one actor to the next."""
@@ -114,7 +114,7 @@ STALL_FACTOR = 3.0
 on it is at least slow."""
 
 BUSY = 0.8
-"""Where less than this is under way on average, nobody can be waiting for that alone."""
+"""Average number under way; a stage with less is not what others wait for."""
 
 EXPLAINED = 0.5
 """A holder whose own stages make up less than this share of what others wait there is itself what takes the time."""
@@ -158,7 +158,7 @@ class Diagnosis:
             self._waits.setdefault(wait.actor, []).append(wait)
 
     def rows(self) -> list[BlockedRow]:
-        """One per blocked stage and culprit: processes first, then whoever waits longest."""
+        """One per blocked stage and culprit: processes first, then the longest waits."""
         processes = ((name, self._processes.unfit(name)) for name in self._processes.names())
         found = [_process_row(name, bad) for name, bad in processes if bad is not None and bad is not DRAINING]
         told: set[tuple[str, ...]] = set()
@@ -201,9 +201,7 @@ class Diagnosis:
         if holder == OTHER_JOB:
             return Verdict(holder, "slow", wait.detail, via=_via(path))
         if holder == CLUSTER_STORE:
-            return Verdict(
-                holder, "stalled", "it does not answer: every job that waits for a permit waits", via=_via(path)
-            )
+            return Verdict(holder, "stalled", "it does not answer: every job that waits for a permit waits", via=_via(path))
         path = (*path, (asker, wait.stage, wait.what))
         names = self._processes.instances(holder)
         if not names:
@@ -228,9 +226,7 @@ class Diagnosis:
         waits = [
             w
             for w in self._waits.get(name, [])
-            if w.stage not in ("refused", "ask", ASIDE)
-            and (name, w.stage, w.what) not in path
-            and not self._asks_back(w, wait)
+            if w.stage not in ("refused", "ask", ASIDE) and (name, w.stage, w.what) not in path and not self._asks_back(w, wait)
         ]
         if name == wait.actor:
             others = [w for w in waits if w.stage != wait.stage and not self._idle(w)]
@@ -251,7 +247,7 @@ class Diagnosis:
         return asked.stage not in (wait.what, wait.stage)
 
     def _askers(self, wait: WaitRow) -> set[str]:
-        """For whom the actor of `wait` waits: itself, or whoever asked it for the same thing."""
+        """Actors for which the actor of `wait` waits: itself, and those that asked it for the same thing."""
         name = wait.actor
         waits = (w for waits in self._waits.values() for w in waits if w.what == wait.what)
         return {name} | {w.actor for w in waits if self._idle(w) and name in self._processes.instances(w.holder)}

@@ -11,9 +11,9 @@ from typing import cast
 
 import msgspec
 
-from runtime.errors import ExitCode, RubatoError
-from runtime.monitor.source import RunSource, View, read_config
-from runtime.monitor.text import once, render
+from rubato.runtime.errors import ExitCode, RubatoError
+from rubato.runtime.monitor.source import RunSource, View, read_config
+from rubato.runtime.monitor.text import once, render
 
 PLAIN_WIDTH = 80
 """Width where the output is no terminal."""
@@ -67,7 +67,7 @@ async def _look(source: RunSource) -> View:
 def _live(given: argparse.Namespace, source: RunSource) -> int:
     if not sys.stdout.isatty():
         raise RubatoError("the live view needs a terminal. Use --once, --json or --why to print.")
-    from runtime.monitor.app import MonitorApp, RunActions
+    from rubato.runtime.monitor.app import MonitorApp, RunActions
 
     app = MonitorApp(source, RunActions(given.run) if given.allow_actions else None)
     app.run()

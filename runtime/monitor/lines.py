@@ -1,10 +1,10 @@
-"""What a snapshot says of pools, engines, the network, lengths and advice: one line of plain text each, empty where nobody knows of it."""
+"""Lines of plain text about a snapshot's pools, engines, network, lengths and advice; empty where the snapshot has nothing of it."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from runtime.monitor.snapshot import total
-from runtime.monitor.views import Snapshot
+from rubato.runtime.monitor.snapshot import total
+from rubato.runtime.monitor.views import Snapshot
 
 
 class Shown(NamedTuple):
@@ -64,9 +64,7 @@ def engines(shown: Snapshot) -> str:
     for actor in shown["actors"]:
         if DEGREE in actor["metrics"]:
             asleep = actor["metrics"].get(ASLEEP, 0.0)
-            shapes.setdefault("asleep" if asleep else f"degree {actor['metrics'][DEGREE]:.0f}", []).append(
-                actor["name"]
-            )
+            shapes.setdefault("asleep" if asleep else f"degree {actor['metrics'][DEGREE]:.0f}", []).append(actor["name"])
     told = [f"{shape}: {_some(names)}" for shape, names in sorted(shapes.items(), reverse=True)]
     changes = ", ".join(totals(shown, CHANGES))
     if not changes and not shapes.keys() - {"degree 1"}:
@@ -105,10 +103,7 @@ def lengths(shown: Snapshot) -> str:
     """The share of the samples of each length that was trained: where these differ, long ones are missing, or short ones."""
     known = {name for at in (shown["metrics"], *(actor["metrics"] for actor in shown["actors"])) for name in at}
     found = sorted(int(name.split("/")[1]) for name in known if name.startswith(LENGTH) and name.endswith(TRAINED_FRAC))
-    told = [
-        (n, total(shown, f"{LENGTH}{n}{TRAINED_FRAC}") or 0.0, total(shown, f"{LENGTH}{n}{ENDED}") or 0.0)
-        for n in found
-    ]
+    told = [(n, total(shown, f"{LENGTH}{n}{TRAINED_FRAC}") or 0.0, total(shown, f"{LENGTH}{n}{ENDED}") or 0.0) for n in found]
     return ", ".join(f"{share:.1%} of {num:,.0f} ≤ {n}" for n, share, num in told) + (" tokens" if told else "")
 
 

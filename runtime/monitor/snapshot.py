@@ -6,10 +6,10 @@ from typing import Any, cast
 
 import msgspec
 
-from runtime.monitor.blocked import Diagnosis
-from runtime.monitor.views import ActorView, RunState, Snapshot, StageRow, WaitRow
-from runtime.observe.figures import ITSELF, StageView, WaitView
-from runtime.registry import ActorRecord
+from rubato.runtime.monitor.blocked import Diagnosis
+from rubato.runtime.monitor.views import ActorView, RankRow, RunState, Snapshot, StageRow, WaitRow
+from rubato.runtime.observe.figures import ITSELF, StageView, WaitView
+from rubato.runtime.registry import ActorRecord
 
 VERSION = "weights/version"
 """Metric of the whole run and of each actor that has it."""
@@ -91,18 +91,21 @@ def _value(config: dict[str, Any], key: str) -> object:
 
 
 def total(shown: Snapshot, metric: str) -> float | None:
-    """`metric` summed over the live actors that have it; else its newest value of the rows; None where nobody knows it."""
+    """`metric` summed over the live actors that have it; else its newest value of the rows; None where neither has it."""
     found = [actor["metrics"][metric] for actor in shown["actors"] if metric in actor["metrics"]]
     return math.fsum(found) if found else shown["metrics"].get(metric)
 
 
 def _actor(record: ActorRecord, silent_s: float) -> ActorView:
-    return ActorView(
+    shown = ActorView(
         name=record.name, role=record.role, pid=record.pid, host=record.host, state=record.state,
         incarnation=record.incarnation, mailbox=record.mailbox, rate_s=record.rate_s, idle=record.idle,
         silent_s=silent_s, metrics=record.metrics, stages=[StageRow(**_fields(view, record)) for view in record.stages],
         pool=record.pool, hardware=record.hardware,
     )  # fmt: skip
+    if record.ranks:
+        shown["ranks"] = [RankRow(**msgspec.structs.asdict(rank)) for rank in record.ranks]
+    return shown
 
 
 def _fields(view: StageView | WaitView, record: ActorRecord) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Reads a run from outside: its folder always, its Store while somebody runs it; and says why one can't be looked at."""
+"""Reads a run from outside: its folder always, its Store while it runs; and says why one can't be looked at."""
 
 import asyncio
 import json
@@ -12,20 +12,19 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 from urllib.parse import urlsplit
 
-from runtime.config.yaml_core import NotYaml, read_yaml
-from runtime.errors import ConfigError, LaunchError
-from runtime.importer import load_configured
-from runtime.launch.card import RunCard, is_up, read_card
-from runtime.launch.children import is_stopped
-from runtime.launch.folder import is_held
-from runtime.monitor.blocked import seconds
-from runtime.monitor.snapshot import Row, alpha_of, snapshot
-from runtime.monitor.views import RunState, Snapshot
-from runtime.observe.trace import wall_s
-from runtime.registry import NODE, SeenRecord, list_seen
-from runtime.store.errors import StoreUnavailable
-from runtime.store.redis import RedisStore
-from runtime.store.store import Store
+from rubato.runtime.config.yaml_core import NotYaml, read_yaml
+from rubato.runtime.errors import ConfigError, LaunchError
+from rubato.runtime.importer import load_configured
+from rubato.runtime.launch.card import RunCard, is_up, read_card
+from rubato.runtime.launch.children import is_stopped
+from rubato.runtime.launch.folder import is_held
+from rubato.runtime.monitor.blocked import seconds
+from rubato.runtime.monitor.snapshot import Row, alpha_of, snapshot
+from rubato.runtime.monitor.views import RunState, Snapshot
+from rubato.runtime.observe.trace import wall_s
+from rubato.runtime.registry import NODE, SeenRecord, list_seen
+from rubato.runtime.store.redis import RedisStore
+from rubato.runtime.store.store import Store, StoreUnavailable
 
 READ_S = 3.0
 """A Store that has not answered by then is shown as unreachable; the next look tries again."""
@@ -256,7 +255,7 @@ def silent_store(url: str, folder: Path, launcher_pid: int, answered_s: float = 
     since = f" for {seconds(max(0.0, wall_s() - since_s))}" if since_s else ""
     parts = urlsplit(url)
     address = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"  # without the password
-    said = f"the Store at {address} does not answer{since}: whoever needs it waits"
+    said = f"the Store at {address} does not answer{since}: actors that need it wait"
     pid = _listener(parts.path) if parts.scheme == "unix" else 0
     if pid and is_stopped(pid):
         return f"{said}. Its process {pid} is stopped; continue it with: kill -CONT {pid}"
@@ -266,7 +265,7 @@ def silent_store(url: str, folder: Path, launcher_pid: int, answered_s: float = 
 
 
 def _listener(path: str) -> int:
-    """Process id of whoever listens on a Unix socket, also of one that is stopped; 0 where nobody does or the system can't tell."""
+    """Process id of the listener on a Unix socket, also of one that is stopped; 0 where there is none or the system can't tell."""
     if not hasattr(socket, "SO_PEERCRED"):
         return 0
     with socket.socket(socket.AF_UNIX) as connection:

@@ -12,12 +12,12 @@ from typing import Any, cast
 
 import msgspec
 
-from bus.codec import Envelope, EnvelopeKind, decode_frame
-from bus.errors import AskFailed
-from runtime.errors import LaunchError
-from runtime.guest import join
-from runtime.messages import NotTapped, Tap, Tapped
-from runtime.registry import list_actors
+from rubato.bus.codec import Envelope, EnvelopeKind, decode_frame
+from rubato.bus.errors import AskFailed
+from rubato.runtime.errors import LaunchError
+from rubato.runtime.guest import join
+from rubato.runtime.messages import NotTapped, Tap, Tapped
+from rubato.runtime.registry import list_actors
 
 WAIT_S = 0.3
 ANSWER_S = 10.0

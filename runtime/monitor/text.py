@@ -1,6 +1,6 @@
 """Writes a snapshot as plain text: the lines of `--once`, the panels and pages of the live view, and what waits for what (`--why`).
 
-The last is one line per blocked stage, then each wait followed to whoever holds it up, as an indented tree.
+The last is one line per blocked stage, then each wait followed to the actor that holds it up, as an indented tree.
 """
 
 import textwrap
@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from runtime.monitor.blocked import Processes, distance, seconds
-from runtime.monitor.lines import Shown, advice, engines, labelled, lengths, network, pools, totals
-from runtime.monitor.snapshot import VERSION, Row, total
-from runtime.monitor.views import ActorView, BlockedRow, Snapshot, WaitRow
-from runtime.observe.figures import CLUSTER_STORE, OTHER_JOB, STORE
+from rubato.runtime.monitor.blocked import Processes, distance, seconds
+from rubato.runtime.monitor.lines import Shown, advice, engines, labelled, lengths, network, pools, totals
+from rubato.runtime.monitor.snapshot import VERSION, Row, total
+from rubato.runtime.monitor.views import ActorView, BlockedRow, Snapshot, WaitRow
+from rubato.runtime.observe.figures import CLUSTER_STORE, OTHER_JOB, STORE
 
 TREND = Shown("reward", "reward/mean")
 """Drawn as a sparkline."""
@@ -239,17 +239,7 @@ def flow_panel(shown: Snapshot, failed: Sequence[str] = ()) -> str:
 def flow_page(shown: Snapshot, failed: Sequence[str] = ()) -> str:
     """The whole page: flow, weight versions, queues, what fails and how often."""
     queues = [f"  {name:<16}{depth:>10,.0f}" for name, depth in shown["queues"].items()] or ["  none yet"]
-    lines = [
-        flow_panel(shown),
-        "",
-        "queues",
-        *queues,
-        "",
-        "trained",
-        f"  {lengths(shown) or 'nothing yet'}",
-        "",
-        "failures",
-    ]
+    lines = [flow_panel(shown), "", "queues", *queues, "", "trained", f"  {lengths(shown) or 'nothing yet'}", "", "failures"]
     return "\n".join([*lines, *(f"  {line}" for line in failed or ["none"])])
 
 
@@ -365,13 +355,13 @@ class _Tree:
             self._waits.setdefault(wait.actor, []).append(wait)
 
     def roots(self) -> list[str]:
-        """Waiting actors, oldest wait first; those that hold nobody else up come before those that do."""
+        """Waiting actors, oldest wait first; those that hold up no other come before those that do."""
         held_up_by = {name for waits in self._waits.values() for wait in waits for name in self._instances(wait.holder)}
         oldest = {name: max(wait.age_s for wait in waits) for name, waits in self._waits.items()}
         return sorted(self._waits, key=lambda name: (name in held_up_by, -oldest[name], name))
 
     def follow(self, name: str, parent: WaitRow | None, path: tuple[WaitRow, ...]) -> None:
-        """Write the line of `name`, then those of whoever holds up the wait it shows."""
+        """Write the line of `name`, then those of the actors that hold up the wait it shows."""
         depth = len(path)
         waits = [wait for wait in self._waits.get(name, []) if wait not in path]
         if above := [wait for wait in path if wait.actor == name]:
@@ -382,9 +372,7 @@ class _Tree:
             if not waits:
                 # Who asks for more work is not held up by what it has in hand, nor is who waits for another stage of its own.
                 asks = itself or any(self._asks_for_work(wait) for wait in above)
-                self.lines.append(
-                    Cause(depth, f"{name}, which waits above: {'it has work in hand' if asks else 'a circle'}")
-                )
+                self.lines.append(Cause(depth, f"{name}, which waits above: {'it has work in hand' if asks else 'a circle'}"))
                 return
         if not waits:
             self.lines.append(Cause(depth, _at_work(self._actors[name])))
@@ -448,9 +436,7 @@ def _at_work(actor: ActorView) -> str:
 def _wrapped(cause: Cause, width: int) -> list[str]:
     """The line with its limit at the right edge where both fit, else below; long text hangs under its own start."""
     first = "  " * (cause.depth - 1) + "  └ " if cause.depth else ""
-    lines = textwrap.wrap(
-        cause.text, width, initial_indent=first, subsequent_indent=" " * (len(first) + 2), break_long_words=False
-    )
+    lines = textwrap.wrap(cause.text, width, initial_indent=first, subsequent_indent=" " * (len(first) + 2), break_long_words=False)
     if cause.limit:
         limit = f"limit {cause.limit.replace('=', ' = ')}"
         if len(lines[-1]) + 2 + len(limit) <= width:

@@ -1,11 +1,11 @@
 """The plain data that the monitor shows and `--json` prints."""
 
-from typing import Literal, TypedDict
+from typing import Literal, NotRequired, TypedDict
 
-from runtime.observe.figures import StageView, WaitView
+from rubato.runtime.observe.figures import StageView, WaitView
 
 RunState = Literal["running", "unreachable", "ended"]
-"""`unreachable`: the launcher lives but its Store does not answer, or is not known; `ended`: nobody runs it, what is shown is its last state."""
+"""`unreachable`: the launcher lives but its Store does not answer, or is not known; `ended`: no launcher, its last state."""
 
 Kind = Literal["dead", "stalled", "refused", "starved", "starting", "slow"]
 """Worst first. dead: no process. stalled: alive, no progress. refused: answers, but does not take what it is given.
@@ -20,6 +20,15 @@ class WaitRow(WaitView, frozen=True, kw_only=True):
     """One wait in progress of `actor`. Its `holder` is never ITSELF, and its `stage` never empty."""
 
     actor: str
+
+
+class RankRow(TypedDict):
+    """One process of an actor that has several."""
+
+    rank: int
+    pid: int
+    host: str
+    device: str
 
 
 class ActorView(TypedDict):
@@ -42,12 +51,14 @@ class ActorView(TypedDict):
     stages: list[StageRow]
     pool: str
     hardware: str
+    ranks: NotRequired[list[RankRow]]
+    """The processes among which it shares out its work; absent where it does not."""
 
 
 class BlockedRow(TypedDict):
     """One blocked stage: `actor` waits in `stage` for `what` since `age_s`, because `holder` is `kind`. `limit` ends it, where one is set.
 
-    `stage` is `process` where it is the actor itself that does not run as it should, whoever waits for it.
+    `stage` is `process` where it is the actor itself that does not run as it should, whatever waits for it.
     """
 
     stage: str

@@ -167,7 +167,7 @@ def cpu_seconds(pids: Mapping[str, int], proc: Path = PROC) -> dict[str, float]:
 
 
 def busy_seconds(proc: Path = PROC) -> float | None:
-    """CPU seconds that all cores of this host were busy so far, whoever used them; None where the system does not tell."""
+    """CPU seconds that all cores of this host were busy so far, for this job or not; None where the system does not tell."""
     try:
         first = (proc / "stat").read_text().splitlines()[0].split()
         user, nice, system, _, _, irq, softirq = (int(cell) for cell in first[1:8])
@@ -240,7 +240,7 @@ class WaitView(msgspec.Struct, frozen=True):
     quiet_s: float = 0.0
     """Since it last moved; its age where it never did."""
     blocks_actor: bool = msgspec.field(default=False, name="whole")
-    """The actor does nothing else meanwhile: whoever waits for it waits for this. `monitor --json` calls it `whole`."""
+    """Whether the actor does nothing else meanwhile: all that waits for it waits for this. `monitor --json` calls it `whole`."""
 
 
 class StageView(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -294,7 +294,7 @@ class Wait:
     _describe: Callable[[], tuple[str, str]] | None = None
 
     def described_by(self, describe: Callable[[], tuple[str, str]]) -> "Wait":
-        """Ask `describe` for (detail, holder) whenever somebody looks, where these change more often than that."""
+        """Ask `describe` for (detail, holder) whenever the wait is read, where these change more often than that."""
         self._describe = describe
         return self
 

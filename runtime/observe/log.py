@@ -11,7 +11,7 @@ from typing import cast
 import structlog
 from structlog.typing import EventDict, FilteringBoundLogger, Processor, WrappedLogger
 
-from runtime.observe.trace import append_whole
+from rubato.runtime.observe.trace import append_whole
 
 MAX_BYTES = 64 * 1024 * 1024
 """Size at which a log file is moved to `.1` (replacing the one before): no actor fills a disk."""

@@ -1,20 +1,20 @@
-"""An actor's side of `rubato tap`: gathers its frames for whoever asks."""
+"""An actor's side of `rubato tap`: gathers its frames for the peer that asks."""
 
 import asyncio
 import time
 
-from bus.codec import decode_body
-from bus.errors import BadFrame
-from bus.link import Link, Peer
-from bus.transport import Delivery, Transport
-from runtime.dispatch import Dispatcher
-from runtime.messages import NotTapped, Tap, Tapped, TappedFrame
+from rubato.bus.codec import decode_body
+from rubato.bus.errors import BadFrame
+from rubato.bus.link import Link, Peer
+from rubato.bus.transport import Delivery, Transport
+from rubato.runtime.dispatch import Dispatcher
+from rubato.runtime.messages import NotTapped, Tap, Tapped, TappedFrame
 
 HELD_BYTES = 2 * 1024 * 1024
 """Of frames between two asks; what exceeds it is counted and not kept."""
 
 KEPT_S = 10.0
-"""A tap that nobody asks for any more ends by itself."""
+"""Time without an ask after which a tap ends by itself."""
 
 MOST_WAIT_S = 5.0
 """However long the asker wants the answer held back."""
@@ -40,7 +40,7 @@ class FrameTap:
             self._dispatch.reply(delivery, NotTapped(str(error)))
             return
         if self._transport.tap is not None and delivery.peer != self._peer and loop.time() < self._until:
-            self._dispatch.reply(delivery, NotTapped("somebody taps it already; try again later"))
+            self._dispatch.reply(delivery, NotTapped("another tap is on it already; try again later"))
             return
         if delivery.peer != self._peer:
             self._clear()

@@ -32,9 +32,7 @@ class _Child(NamedTuple):
     frame: bytearray
 
 
-def answer_each(
-    calls: Sequence[bytes], within_s: float, answer: Answer, tell: Callable[[int, int, bytes], None]
-) -> None:
+def answer_each(calls: Sequence[bytes], within_s: float, answer: Answer, tell: Callable[[int, int, bytes], None]) -> None:
     """`answer` every call in a process of its own, and `tell` its index, outcome and payload as it ends; what takes longer than `within_s`
     from now is killed, and LATE. Where no process can be forked a call is answered here."""
     end = monotonic() + within_s
@@ -110,12 +108,7 @@ def _is_whole(frame: bytearray) -> bool:
 
 
 def _finish(
-    running: selectors.BaseSelector,
-    fd: int,
-    child: _Child,
-    tell: Callable[[int, int, bytes], None],
-    *,
-    late: bool = False,
+    running: selectors.BaseSelector, fd: int, child: _Child, tell: Callable[[int, int, bytes], None], *, late: bool = False
 ) -> None:
     running.unregister(fd)
     os.close(fd)

@@ -24,7 +24,7 @@ def guard_children() -> None:
 
     Without effect where no launcher started it, as in a program that embeds a job: others live there too.
     """
-    from runtime.importer import VARIABLE as LAUNCHED  # not as a script, whose folder is all that it can import from
+    from rubato.runtime.importer import VARIABLE as LAUNCHED  # not as a script, whose folder is all that it can import from
 
     if sys.platform != "linux" or LAUNCHED not in os.environ or os.getsid(0) != os.getpid():
         return
@@ -62,9 +62,7 @@ def _started_by(session: int, marked: bytes) -> Iterator[int]:
             continue
         with suppress(OSError):  # it ended, or is another user's
             state, _, _, its_session = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()[:4]
-            if state not in "ZX" and (
-                int(its_session) == session or marked in (folder / "environ").read_bytes().split(b"\0")
-            ):
+            if state not in "ZX" and (int(its_session) == session or marked in (folder / "environ").read_bytes().split(b"\0")):
                 yield int(folder.name)
 
 

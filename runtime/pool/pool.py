@@ -2,14 +2,19 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import msgspec
 
-from runtime.pool.errors import NoWorker, PoolError, WorkerKilled
-from runtime.pool.memory import has_room
-from runtime.pool.process import WorkerProcess
-from runtime.pool.sandbox import WorkerLimits, shortcoming
-from runtime.pool.worker import Traits, decode, encode_call
+from rubato.runtime.pool.errors import NoWorker, PoolError, WorkerKilled
+from rubato.runtime.pool.process import WorkerProcess
+from rubato.runtime.pool.sandbox import WorkerLimits, shortcoming
+from rubato.runtime.pool.values import Traits, decode, encode_call
+
+SHARE = 0.5
+"""Of the memory that is left, what workers may take: engines, trainers and files need some too."""
+
+PROC, CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
 
 GROW_S = 0.1
 """Calls that wait for less than a process takes to start gain little by one more."""
@@ -101,23 +106,16 @@ class WorkerPool:
         self._preloaded[target] = deadline_s
         return Traits(**decode(found))
 
-    async def apply(
-        self, target: str, payload: bytes, *, deadline_s: float, took: Callable[[float], object] | None = None
-    ) -> bytes:
+    async def apply(self, target: str, payload: bytes, *, deadline_s: float, took: Callable[[float], object] | None = None) -> bytes:
         """Call the function `target` with `encode_call(...)`; returns its result for `decode`.
 
-        `took` is told the seconds that it ran, without the start of a process, imports, and calls before it. Coroutine functions are awaited. Raises the errors of `runtime.pool.errors`.
+        `took` is told the seconds that it ran, without the start of a process, imports, and calls before it. Coroutine functions are awaited. Raises the errors of `rubato.runtime.pool.errors`.
         """
         worker = await self._least_loaded()
         return await worker.request("apply", target, "", payload, deadline_s, took)
 
     async def apply_each(
-        self,
-        target: str,
-        payloads: Sequence[bytes],
-        *,
-        deadline_s: float,
-        told: Callable[[int, bytes | PoolError], object],
+        self, target: str, payloads: Sequence[bytes], *, deadline_s: float, told: Callable[[int, bytes | PoolError], object]
     ) -> None:
         """As `apply` of each of `payloads`, all at once and each in a process of its own, within `deadline_s` together.
 
@@ -153,13 +151,7 @@ class WorkerPool:
                 self.drop(instance)
 
     async def call(
-        self,
-        instance: str,
-        method: str,
-        payload: bytes,
-        *,
-        deadline_s: float,
-        began: Callable[[], object] | None = None,
+        self, instance: str, method: str, payload: bytes, *, deadline_s: float, began: Callable[[], object] | None = None
     ) -> bytes:
         """Call a method of `instance`, as `apply` does. Raises WorkerKilled too where its worker ended in the meantime.
 
@@ -193,7 +185,7 @@ class WorkerPool:
         if worker is None or not worker.alive:
             return
         if worker.instances == {instance}:
-            worker.kill("nobody waits for what it did")
+            worker.kill("no caller waits for its result")
         else:
             worker.request("call", "close", instance, encode_call(), deadline_s).add_done_callback(_seen)
             worker.drop(instance)
@@ -281,3 +273,36 @@ def _seen(reply: "asyncio.Future[bytes]") -> None:
     """Take note of an exception, or its loss would be reported."""
     if not reply.cancelled():
         reply.exception()
+
+
+def has_room(pids: Sequence[int], proc: Path = PROC, cgroup: Path = CGROUP) -> bool:
+    """Whether one more process tree as large as the largest below `pids` fits; True where the system does not tell."""
+    left, most = left_bytes(proc, cgroup), max((own_bytes(pid, proc) for pid in pids), default=0)
+    return left is None or most <= SHARE * left
+
+
+def own_bytes(pid: int, proc: Path = PROC) -> int:
+    """Memory of `pid` and all below it that would be free without them (PSS)."""
+    try:
+        lines = (proc / str(pid) / "smaps_rollup").read_text().splitlines()
+        children = (proc / str(pid) / "task" / str(pid) / "children").read_text().split()
+    except OSError:  # it ended, or the system does not tell
+        return 0
+    own = next((int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:")), 0)
+    return own + sum(own_bytes(int(child), proc) for child in children)
+
+
+def left_bytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int | None:
+    """What can be had without swapping, and before a container meets its limit; None where neither is known."""
+    found: list[int] = []
+    try:
+        lines = (proc / "meminfo").read_text().splitlines()
+        found += [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
+    except OSError:
+        pass
+    try:
+        limit, used = ((cgroup / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        found += [] if limit == "max" else [max(0, int(limit) - int(used))]
+    except OSError:
+        pass
+    return min(found, default=None)

@@ -14,9 +14,9 @@ from typing import NamedTuple, cast
 
 import msgspec
 
-from runtime.pool import each as pool_each
-from runtime.pool import worker as pool_worker
-from runtime.pool.errors import (
+from rubato.runtime.pool import each as pool_each
+from rubato.runtime.pool import worker as pool_worker
+from rubato.runtime.pool.errors import (
     BadResult,
     NoWorker,
     PoolError,
@@ -26,7 +26,7 @@ from runtime.pool.errors import (
     WorkerKilled,
     WorkerTimeout,
 )
-from runtime.pool.sandbox import WorkerLimits, choose_uid
+from rubato.runtime.pool.sandbox import WorkerLimits, choose_uid
 
 LAST_WORDS_S = 0.5
 """How long a process whose socket or output ended may take to end by itself, and one that ended may keep its pipes open."""
@@ -39,7 +39,7 @@ FRAME_OVERHEAD_BYTES = 64
 
 _REPLIES = msgspec.msgpack.Decoder(tuple[int, int, bytes])
 _PARTS = msgspec.msgpack.Decoder(tuple[int, int, bytes])
-_ROOT = str(Path(pool_worker.__file__).resolve().parents[2])
+_ROOT = str(Path(sys.modules["rubato"].__file__ or "").resolve().parents[1])
 
 OUTPUT_LINES_S = 100
 """Lines of user output passed on per worker and second; the rest is counted in one line."""

@@ -1,7 +1,7 @@
 """What user code in a worker can't get out of: limits that the kernel enforces, and a process above it that ends all that it started.
 
-Root is exempt from the limit on processes, and that limit counts per uid. So each worker of a root pool gets a uid that
-nobody else has. It keeps one capability of root: to read files, or a user's code under /root could not be imported.
+Root is exempt from the limit on processes, and that limit counts per uid. So each worker of a root pool gets a uid of
+its own. It keeps one capability of root: to read files, or a user's code under /root could not be imported.
 On systems other than Linux less holds.
 """
 
@@ -15,10 +15,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from runtime.pool.worker import MAX_REPLY_BYTES
+from rubato.runtime.pool.values import MAX_REPLY_BYTES
 
 FIRST_UID, LAST_UID = 1_879_048_192, 2_147_352_575
-"""Belong to nobody: above containers' ranges and below 2^31 (systemd's table of uids)."""
+"""Uids that no user has: above containers' ranges and below 2^31 (systemd's table of uids)."""
 
 CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, CAP_SETGID, CAP_SETUID = 1, 2, 6, 7
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_KEEPCAPS = 1, 4, 8
@@ -98,7 +98,7 @@ def become(uid: int, capabilities: int) -> None:
 
 
 def is_powerless(uid: int) -> bool:
-    """Whether this process is `uid`, one of ours, and can touch nobody else's."""
+    """Whether this process is `uid`, one of ours, and has no capability."""
     return os.getresuid() == (uid, uid, uid) and FIRST_UID <= uid < LAST_UID and _capabilities() == 0
 
 
@@ -194,9 +194,7 @@ def orphans(init: int) -> dict[int, str]:
 def _children(pid: int) -> list[int]:
     """Of all its threads: each has a list of its own."""
     try:
-        return [
-            int(child) for file in Path(f"/proc/{pid}/task").glob("*/children") for child in file.read_text().split()
-        ]
+        return [int(child) for file in Path(f"/proc/{pid}/task").glob("*/children") for child in file.read_text().split()]
     except OSError:
         return []
 

@@ -11,10 +11,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from runtime.errors import LaunchError, has_no_room
-from runtime.launch.children import die_with_parent
-from runtime.store.errors import StoreUnavailable
-from runtime.store.redis_link import RedisLink
+from rubato.runtime.errors import LaunchError, has_no_room
+from rubato.runtime.launch.children import die_with_parent
+from rubato.runtime.store.redis import RedisLink
+from rubato.runtime.store.store import StoreUnavailable
 
 START_S = 120.0
 """Loading a large append-only file takes a while; a server that died is noticed at once."""
@@ -36,7 +36,7 @@ CONFIGURATION = """\
 port 0
 unixsocket {socket}
 unixsocketperm 600
-# Off, so nobody logs in as it; but the server reads its own log back as this user, which must be allowed what the log holds.
+# Off, so no client logs in as it; but the server reads its own log back as this user, which must be allowed what the log holds.
 user default off allkeys allcommands
 {users}
 daemonize no
@@ -65,7 +65,7 @@ class EmbeddedRedis:
     the server is killed; `always` loses none. `program` is the server to run; `find_server` picks it otherwise. It admits one user,
     limited to our keys and commands, by `password`, which is drawn where none is given, and where there is a `guest` that one, limited
     to the keys of one scope. Its socket lies in a
-    private folder below `sockets`, which whoever owns that removes if this process can't. Raises LaunchError when there is no server
+    private folder below `sockets`, which the owner of that removes if this process can't. Raises LaunchError when there is no server
     program or it does not start.
     """
 
@@ -178,10 +178,7 @@ class EmbeddedRedis:
         quoted = str(self._state).replace("\\", "\\\\").replace('"', '\\"')
         users = [rule(self._password)] + ([guest_rule(self._guest)] if self._guest else [])
         text = CONFIGURATION.format(
-            socket=self.socket,
-            users="\n".join(f"user {each}" for each in users),
-            state=quoted,
-            durability=self._durability,
+            socket=self.socket, users="\n".join(f"user {each}" for each in users), state=quoted, durability=self._durability
         )
         path = self._private / "redis.conf"
         path.touch(mode=0o600)
@@ -213,9 +210,7 @@ class EmbeddedRedis:
     def _death(self) -> str:
         lines = self._log.read_text(errors="replace").strip().splitlines() if self._log.exists() else []
         last = lines[-1] if lines else "it wrote no log"
-        return (
-            f"the embedded server ended with code {self._running().returncode} as it started ({last}); see {self._log}"
-        )
+        return f"the embedded server ended with code {self._running().returncode} as it started ({last}); see {self._log}"
 
 
 def _private_folder(parent: Path | None) -> Path:

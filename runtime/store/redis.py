@@ -1,11 +1,336 @@
-"""RedisStore: the store over a Redis or Valkey server; every method is one Lua script of `scripts/`, or one command."""
+"""RedisStore: the store over a Redis or Valkey server; every method is one Lua script of `scripts/`, or one command.
 
-from collections.abc import Mapping, Sequence
-from typing import cast
+RedisLink is how they reach it: it survives a server that restarts, and applies each change once however often it is sent.
+"""
 
-from runtime.store.errors import fenced, forgotten, not_a_number
-from runtime.store.redis_link import PATIENCE_S, Argument, RedisLink, Rejected, Reply, concerns, script
-from runtime.store.store import READ_LIMIT, Append, Fence, Lease, WriteNumber, check_integer, check_ttl, check_write
+import asyncio
+import hashlib
+import re
+import secrets
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from functools import cache
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+from urllib.parse import urlsplit
+
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import (
+    AuthenticationError,
+    InvalidResponse,
+    NoPermissionError,
+    NoScriptError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    ResponseError,
+    TryAgainError,
+)
+from redis.exceptions import ConnectionError as LinkError
+from redis.exceptions import TimeoutError as LinkTimeout
+
+from rubato.runtime.store.store import (
+    READ_LIMIT,
+    Append,
+    Fence,
+    Lease,
+    StoreError,
+    StoreFull,
+    StoreUnavailable,
+    WriteNumber,
+    check_integer,
+    check_ttl,
+    check_write,
+    fenced,
+    forgotten,
+    not_a_number,
+)
+
+Figures = Mapping[str, object]
+"""What a server answers to INFO, by field."""
+
+NEARLY = 0.99
+"""Of its memory: a server that refuses writes stays just below its limit as often as above it."""
+
+Argument = str | bytes | int
+
+Reply = Any
+"""Result of redis-py: int, bytes or lists of them; the calling line knows which, and the next one says so."""
+
+SCHEMES = ("redis://", "rediss://", "unix://")
+
+PATIENCE_S = 20.0
+"""A killed server is back within a second or two; a failover takes ten."""
+
+MAX_CALLS = 16
+"""Calls under way at once, each on its own connection; further ones wait their turn."""
+
+MAX_READERS = 64
+"""Reads that block at once, each on its own connection; further ones wait their turn."""
+
+CONNECT_S = 3.0
+
+ROOM_S = 2.0
+"""A server without room is reported after this long: waiting longer within one call would only hide it."""
+
+NO_ROOM = re.compile(r"\b(?:OOM|MISCONF)\b")
+"""How a server says, also from inside a script, that it refuses writes for want of memory, or because its disk took none."""
+
+REPLY_S = 10.0
+"""Longer than a server stalls when its disk is busy, short enough to notice a host that vanished."""
+
+BLOCK_S = 4.0
+"""A blocking read is renewed after this long; it must stay below REPLY_S."""
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 0.5
+"""Back-off between attempts doubles from the first to the longest."""
+
+SCRIPTS = Path(__file__).parent / "scripts"
+
+TEMPORARY = (LinkError, LinkTimeout, ReadOnlyError, TryAgainError, OSError)
+"""Worth another attempt: gone, restarting, loading its file, or just failed over."""
+
+REFUSALS = (AuthenticationError, NoPermissionError)
+"""No attempt will do better."""
+
+CODES = frozenset({"FENCED", "FORGOTTEN", "NOTANUMBER"})
+
+
+class Rejected(Exception):
+    """A script answered with an error code of ours and a number; the caller turns it into the contract's error."""
+
+    def __init__(self, code: str, number: int) -> None:
+        super().__init__(code, number)
+        self.code, self.number = code, number
+
+
+class Script(NamedTuple):
+    text: str
+    digest: str
+    """SHA-1 of the text, which is all that Redis needs once it has been told."""
+
+
+@cache
+def script(*names: str) -> Script:
+    """`scripts/{name}.lua` behind the parts it builds upon; read from disk once per process."""
+    text = "\n".join((SCRIPTS / f"{name}.lua").read_text() for name in names)
+    return Script(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
+
+
+class RedisLink:
+    """One process's connections to the Redis at `url`, for the run `run_id`.
+
+    Every call is attempted again, with back-off, for up to `patience_s` while the server can't be reached; then StoreUnavailable.
+    """
+
+    def __init__(self, url: str, run_id: str, *, patience_s: float = PATIENCE_S) -> None:
+        if not run_id or set(run_id) & set("{}"):
+            raise ValueError(f"a run id is not empty and has no braces, got {run_id!r}")
+        self.url = _checked(url)
+        self._prefix = f"rubato:{{{run_id}}}"
+        self._patience_s = patience_s
+        self._redis = _connect(url)
+        self._client = secrets.token_hex(6)
+        self._numbers, self._new_slots = count(1), count(1)
+        self._free_slots: list[int] = []
+        self._calls, self._readers = asyncio.Semaphore(MAX_CALLS), asyncio.Semaphore(MAX_READERS)
+
+    def key(self, *parts: str) -> str:
+        """A key of this run; all of them share one hash slot."""
+        return ":".join((self._prefix, *parts))
+
+    async def ask(self, what: Script, keys: Sequence[str], *args: Argument) -> Reply:
+        """Run a script that may safely run twice: one that only reads, or whose second run changes nothing more."""
+        async with self._calls:
+            return await self._attempts(lambda: self._evaluate(what, keys, args))
+
+    async def once(self, what: Script, keys: Sequence[str], *args: Argument) -> Reply:
+        """Run a script built upon once.lua: it takes effect exactly once, though the reply may be lost and it be sent again."""
+        async with self._calls, self._slot() as slot:
+            operation = self.key("op", self._client, str(slot))
+            numbered = (next(self._numbers), *args)
+            return await self._attempts(lambda: self._evaluate(what, (operation, *keys), numbered))
+
+    async def fields(self, key: str, names: Sequence[str]) -> list[bytes | None]:
+        """Fields of a hash, in their order."""
+        async with self._calls:
+            return cast("list[bytes | None]", await self._attempts(lambda: self._command("HMGET", key, *names)))
+
+    async def grown(self, stream: str, after: int, wait_s: float) -> None:
+        """Return once a stream has an entry with an index above `after`, or after `wait_s`."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + wait_s
+        async with self._readers:
+            while (left := deadline - loop.time()) > 0:
+                block_ms = max(1, round(1000 * min(left, BLOCK_S)))
+                wait = ("XREAD", "COUNT", 1, "BLOCK", block_ms, "STREAMS", stream, f"0-{after}")
+                if await self._attempts(lambda wait=wait: self._command(*wait)):
+                    return
+
+    async def version(self) -> str:
+        """`redis 6.2.14` or `valkey 8.0.2`; a single attempt, so that a wrong address is told at once."""
+        info = await self.figures()
+        if "valkey_version" in info:
+            return f"valkey {info['valkey_version']}"
+        return f"redis {info.get('redis_version', 'of unknown version')}"
+
+    async def figures(self) -> Figures:
+        """What the server says of itself (INFO); a single attempt."""
+        return cast("Figures", await self._attempts(lambda: self._command("INFO"), budget_s=0.0))
+
+    async def full(self) -> str:
+        """Why the server takes no more writes, in a sentence; empty while it does."""
+        figures = await self.figures()
+        if figures.get("rdb_last_bgsave_status") != "err":
+            return full(self.url, figures)
+        try:  # whether a failed snapshot makes it refuse writes, it does not say
+            await self._attempts(lambda: self._command("SET", self.key("room"), "", "PX", 1), budget_s=0.0)
+        except StoreFull as error:
+            return str(error)
+        return full(self.url, figures)
+
+    async def close(self) -> None:
+        await self._redis.aclose()
+
+    @asynccontextmanager
+    async def _slot(self) -> AsyncGenerator[int]:
+        """A slot for one numbered call. After a failure its call may still be on the way, so the slot is never used again."""
+        slot = self._free_slots.pop() if self._free_slots else next(self._new_slots)
+        try:
+            yield slot
+        except Rejected:
+            self._free_slots.append(slot)
+            raise
+        self._free_slots.append(slot)
+
+    async def _attempts(self, call: Callable[[], Awaitable[Reply]], *, budget_s: float | None = None) -> Reply:
+        loop = asyncio.get_running_loop()
+        began, pause_s = loop.time(), FIRST_PAUSE_S
+        budget_s = self._patience_s if budget_s is None else budget_s
+        task = asyncio.current_task()
+        cancelled = task.cancelling() if task else 0
+        while True:
+            try:
+                reply = await call()
+                _honour(task, cancelled)
+                return reply
+            except (*TEMPORARY, *REFUSALS) as error:
+                if isinstance(error, REFUSALS) or isinstance(error.__cause__, REFUSALS):  # redis-py may wrap the latter
+                    raise self._refused(error) from error
+                if loop.time() - began + pause_s > budget_s:
+                    raise self._away(loop.time() - began, error) from error
+            except InvalidResponse as error:
+                raise StoreUnavailable(
+                    f"{self.url} is taken by a server that is not Redis. Correct state.url, or leave it out to use the embedded server."
+                ) from error
+            except ResponseError as error:
+                if not isinstance(error, OutOfMemoryError) and not NO_ROOM.search(str(error)):
+                    raise _rejection(self.url, error) from error
+                if loop.time() - began + pause_s > min(budget_s, ROOM_S):
+                    raise StoreFull(out_of_room(self.url, disk="MISCONF" in str(error))) from error
+            _honour(task, cancelled)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    def _refused(self, error: Exception) -> StoreUnavailable:
+        if isinstance(error, NoPermissionError):
+            return StoreUnavailable(f"{self.url} does not allow its user a command: {error}. Give the user the rights in docs/security.md.")
+        return StoreUnavailable(
+            f"{self.url} refused the password. Set state.url with one, or leave state.url out to use the embedded server."
+        )
+
+    def _away(self, seconds: float, error: Exception) -> StoreUnavailable:
+        return StoreUnavailable(
+            f"{self.url} could not be reached for {seconds:.0f} s ({error or type(error).__name__}). "
+            "Start that server or correct state.url, or leave state.url out to use the embedded server."
+        )
+
+    async def _evaluate(self, what: Script, keys: Sequence[str], args: Sequence[Argument]) -> Reply:
+        try:
+            return await self._command("EVALSHA", what.digest, len(keys), *keys, *args)
+        except NoScriptError:  # a server that restarted, or never saw it
+            return await self._command("EVAL", what.text, len(keys), *keys, *args)
+
+    async def _command(self, *words: Argument) -> Reply:
+        send = cast("Callable[..., Awaitable[Reply]]", self._redis.execute_command)  # pyright: ignore[reportUnknownMemberType]
+        async with asyncio.timeout(REPLY_S):
+            return await send(*words)
+
+
+def _honour(task: "asyncio.Task[Any] | None", before: int) -> None:
+    """redis-py loses a cancellation that meets a reply in the same tick; raise it here, or its task would never end."""
+    if task is not None and task.cancelling() > before:
+        raise asyncio.CancelledError
+
+
+def _connect(url: str) -> "Redis":
+    return Redis.from_url(  # pyright: ignore[reportUnknownMemberType]
+        url,
+        protocol=2,
+        retry=Retry(NoBackoff(), 0),
+        socket_connect_timeout=CONNECT_S,
+        socket_timeout=None,  # redis-py would use wait_for, which in Python 3.11 loses a cancellation
+        max_connections=MAX_CALLS + MAX_READERS + 1,
+    )
+
+
+def _checked(url: str) -> str:
+    """The URL without secrets. Raises StoreError for one that redis-py would stumble over."""
+    if not url.startswith(SCHEMES):
+        scheme, found, _ = url.partition("://")  # no more of it is shown: it may hold a password
+        said = f"starts with {scheme}://" if found else "names no protocol"
+        raise StoreError(f"state.url {said}; write one of {', '.join(SCHEMES)} and the server's address.")
+    try:
+        parts = urlsplit(url)
+        _ = parts.port if parts.scheme != "unix" else 0  # the password of a socket's URL is a parameter
+    except ValueError as error:
+        raise StoreError(f"state.url names no server: {str(error).split(' as ')[0]}. Write redis://HOST:PORT.") from None
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+
+
+def _rejection(url: str, error: ResponseError) -> Exception:
+    """Our scripts answer `CODE number`; anything else is the server's own complaint."""
+    code, _, rest = str(error).partition(" ")
+    number = rest.split(" ", 1)[0]
+    if code in CODES and number.isdigit():
+        return Rejected(code, int(number))
+    return StoreError(f"{url} refused a command: {error}")
+
+
+def concerns(figures: Figures) -> list[str]:
+    """What may lose samples on a server that the user runs, a sentence each."""
+    found: list[str] = []
+    if figures.get("aof_enabled") == 0:
+        found.append(
+            "state.url names a server that keeps no append-only file: where it restarts, the run loses what was written since its "
+            "last snapshot. Set there: appendonly yes"
+        )
+    policy = figures.get("maxmemory_policy", "noeviction")
+    if policy != "noeviction":
+        found.append(
+            f"state.url names a server that may throw away what the run wrote once its memory is full (maxmemory-policy {policy}). "
+            "Set there: maxmemory-policy noeviction"
+        )
+    return found
+
+
+def full(url: str, figures: Figures) -> str:
+    """Why the server at `url` takes no more writes, in a sentence; empty while it does."""
+    if figures.get("aof_last_write_status") == "err":
+        return out_of_room(url, disk=True)
+    most, used = figures.get("maxmemory"), figures.get("used_memory")
+    if isinstance(most, int) and isinstance(used, int) and 0 < NEARLY * most <= used:
+        return out_of_room(url, disk=False)
+    return ""
+
+
+def out_of_room(url: str, *, disk: bool) -> str:
+    """The one sentence for it, wherever it is noticed."""
+    what = "could not write to its disk" if disk else "has used all memory it may (maxmemory)"
+    remedy = "Free space there" if disk else "Give it more"
+    return f"the Store at {url} {what} and refuses writes. The run pauses. {remedy}: the run goes on by itself"
 
 
 class RedisStore:
@@ -108,9 +433,7 @@ class RedisStore:
     async def leases(self, prefix: str) -> dict[str, Lease]:
         flat = cast("list[Reply]", await self._link.ask(script("leases"), self._lease_keys, prefix))
         found = {
-            cast("bytes", flat[at]).decode(): Lease(
-                int(flat[at + 1]), cast("bytes", flat[at + 2]), int(flat[at + 3]) / 1e6
-            )
+            cast("bytes", flat[at]).decode(): Lease(int(flat[at + 1]), cast("bytes", flat[at + 2]), int(flat[at + 3]) / 1e6)
             for at in range(0, len(flat), 4)
         }
         return dict(sorted(found.items()))

@@ -6,21 +6,21 @@ from pathlib import Path
 from statistics import NormalDist, fmean
 from typing import Literal, NamedTuple
 
-from actors.messages.samples import Ticket
-from actors.samples.group import GroupLimits
-from actors.samples.groups import Groups
-from actors.samples.sample import Outcome, group_number
-from planning.adaptive_alpha import AlphaBounds
-from planning.roofline import Deployment
-from planning.staleness import OLDEST, UNBOUNDED, Admission, HandOver
-from sim.admission.rules import AdmissionRule, RuleView, WaitingGroup
-from sim.buffer_model import NEVER_LAPSES_S, ModelledBuffer
-from sim.cluster import ClusterCosts, ClusterJobSpec, PoolSpec
-from sim.distribution import Quantiles
-from sim.job import Job
-from sim.training_model import TrainerSpec
-from sim.weight_sync import StoreSync
-from sim.workload import Episode, TaskSpec, Turn, chance_of
+from rubato.actors.messages.samples import Ticket
+from rubato.actors.samples.group import GroupLimits
+from rubato.actors.samples.groups import Groups
+from rubato.actors.samples.sample import Outcome, group_number
+from rubato.planning.adaptive_alpha import AlphaBounds
+from rubato.planning.roofline import Deployment
+from rubato.planning.staleness import OLDEST, UNBOUNDED, Admission, HandOver
+from rubato.sim.admission.rules import AdmissionRule, RuleView, WaitingGroup
+from rubato.sim.buffer_model import NEVER_LAPSES_S, ModelledBuffer
+from rubato.sim.cluster import ClusterCosts, ClusterJobSpec, PoolSpec
+from rubato.sim.distribution import Quantiles
+from rubato.sim.job import Job
+from rubato.sim.training_model import TrainerSpec
+from rubato.sim.weight_sync import StoreSync
+from rubato.sim.workload import Episode, TaskSpec, Turn, chance_of
 
 LENGTHS = Path(__file__).resolve().parents[2] / "configs" / "lengths"
 
@@ -28,7 +28,7 @@ CORRELATION = 0.5
 """Of the lengths within a group, as normal scores; an assumption: hard prompts make all of their responses long (RollPacker, section 2)."""
 
 DRIFT = 0.09
-"""Assumed of the policy, see `sim.buffer_model.ess_of`: the quickstart's `policy/ess` is 0.92, 0.84 and 0.64 where all samples are 1, 2 and
+"""Assumed of the policy, see `rubato.sim.buffer_model.ess_of`: the quickstart's `policy/ess` is 0.92, 0.84 and 0.64 where all samples are 1, 2 and
 4 versions old, which this law gives as 0.91, 0.84 and 0.70."""
 
 PROMPT_TOKENS = 200
@@ -142,10 +142,7 @@ def distributions() -> dict[str, Quantiles]:
             for name, tokens, share in list(csv.reader(file))[1:]:
                 scale = 100.0 if "rollpacker" in path.name else 1.0
                 found.setdefault(name, []).append((float(share) / scale, float(tokens)))
-    return {
-        name: _quantiles(points, 16384.0 if name in ("math", "code", "judge") else None)
-        for name, points in found.items()
-    }
+    return {name: _quantiles(points, 16384.0 if name in ("math", "code", "judge") else None) for name, points in found.items()}
 
 
 def length_job(

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import yaml
 
-from planning.roofline import Deployment
-from sim.admission.job import LengthWorkload, distributions
-from sim.distribution import Quantiles
+from rubato.planning.roofline import Deployment
+from rubato.sim.admission.job import LengthWorkload, distributions
+from rubato.sim.distribution import Quantiles
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 

@@ -11,12 +11,12 @@ from typing import Any
 import msgspec
 import yaml
 
-from runtime.config import Section
-from runtime.errors import ConfigError
-from sim.calibration.fit import fit, rollouts
-from sim.calibration.recording import LAST_STEPS, WARM_STEPS, Recording, read_run
-from sim.onehost.observed import ROLES, Observed
-from sim.scenario import reason
+from rubato.runtime.config import Section
+from rubato.runtime.errors import ConfigError
+from rubato.sim.calibration.fit import fit, rollouts
+from rubato.sim.calibration.recording import LAST_STEPS, WARM_STEPS, Recording, read_run
+from rubato.sim.onehost.observed import ROLES, Observed
+from rubato.sim.scenario import reason
 
 HEAD = "# Written by tools/calibrate.py; do not edit. {what}\n"
 
@@ -55,9 +55,7 @@ def observed(recording: Recording) -> Observed:
             each = [sum(row[name] for name in names) / len(names) * row["time/step"] for row in rows]
             idle[role] = round(sum(each) / sum(row["time/step"] for row in rows), 4)
     if not idle:
-        raise ConfigError(
-            f"{recording.folder}/metrics.jsonl has no idle/ of any role for the whole run. Record it anew."
-        )
+        raise ConfigError(f"{recording.folder}/metrics.jsonl has no idle/ of any role for the whole run. Record it anew.")
     return Observed(
         engines=recording.count("engine"), env_managers=recording.count("env_manager"), steps=len(recording.rows),
         window=(WARM_STEPS + 1, len(recording.rows) - LAST_STEPS), steps_s=round(len(rows) / recording.seconds, 5),

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from runtime.errors import ConfigError
-from sim.calibration.recording import LAST_STEPS, WARM_STEPS, Recording, trained_tokens
-from sim.distribution import Histogram
-from sim.onehost.calibrated import Calibration, Costs, EngineCosts, Fit, LearningStage, Recorded, Rollouts, TrainerCosts
+from rubato.runtime.errors import ConfigError
+from rubato.sim.calibration.recording import LAST_STEPS, WARM_STEPS, Recording, trained_tokens
+from rubato.sim.distribution import Histogram
+from rubato.sim.onehost.calibrated import Calibration, Costs, EngineCosts, Fit, LearningStage, Recorded, Rollouts, TrainerCosts
 
 STAGE_STEPS = 6
 """Versions whose rollouts are taken to be alike."""
@@ -72,9 +72,7 @@ def _spread(recording: Recording, role: str, unit: str) -> float:
     ends = [0, len(window) // 3, 2 * len(window) // 3, len(window) - 1]
     each: list[float] = []
     for begin, end in pairwise(ends):
-        done = sum(
-            _trained(r) * (r["rollout/turns_mean"] if unit == "turn" else 1.0) for r in window[begin + 1 : end + 1]
-        )
+        done = sum(_trained(r) * (r["rollout/turns_mean"] if unit == "turn" else 1.0) for r in window[begin + 1 : end + 1])
         each.append(sum(window[end][name] - window[begin][name] for name in names) / done)
     return (max(each) - min(each)) / (sum(each) / len(each))
 
@@ -103,9 +101,7 @@ def _engine(recording: Recording, fits: list[Fit]) -> EngineCosts:
     updates = sum(engine.updates for engine in engines)
     update_s = sum(engine.update_cpu_s for engine in engines) / max(1, updates)
     fits.append(_fit("costs.engine.update_s", "step_times.update_cpu_s", updates, "a mean"))
-    return EngineCosts(
-        step_s=step_s, row_s=row_s, token_s=token_s, request_s=sum(beside) / max(1, turns), update_s=update_s
-    )
+    return EngineCosts(step_s=step_s, row_s=row_s, token_s=token_s, request_s=sum(beside) / max(1, turns), update_s=update_s)
 
 
 def _trainer(recording: Recording, fits: list[Fit]) -> TrainerCosts:
@@ -164,7 +160,7 @@ def _background(recording: Recording, fits: list[Fit]) -> float:
     """Cores that the job's other actors take."""
     small = [role for role in recording.config["actors"] if role in OTHERS]
     length, num = f"{recording.seconds:.0f} s", len(recording.window) - 1
-    fits.append(_fit("costs.background_cores", f"cpu/ of {', '.join(small) or 'nobody'} over {length}", num, "a mean"))
+    fits.append(_fit("costs.background_cores", f"cpu/ of {', '.join(small) or 'none'} over {length}", num, "a mean"))
     fits.append(_fit("foreign_cores", f"cpu/host less the job's own over {length}", num, "not modelled"))
     return sum(recording.cpu_s(role) for role in small) / recording.seconds
 

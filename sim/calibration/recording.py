@@ -8,12 +8,12 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from actors.samples.parts import SAMPLES, read_lines
-from actors.samples.sample import TRAINED
-from actors.training.trainer import CheckpointSection
-from runtime.config import RunSection
-from runtime.config.source import read
-from runtime.errors import ConfigError
+from rubato.actors.samples.run_files import SAMPLES, read_lines
+from rubato.actors.samples.sample import TRAINED
+from rubato.actors.training.trainer import CheckpointSection
+from rubato.runtime.config import RunSection
+from rubato.runtime.config.overrides import read
+from rubato.runtime.errors import ConfigError
 
 WARM_STEPS = 5
 """Left out at the start: slots fill, torch sets itself up."""
@@ -95,7 +95,7 @@ class Recording:
 
     @property
     def foreign_cores(self) -> float:
-        """Cores that whoever else ran on the host took in the window."""
+        """Cores that other programs of the host took in the window."""
         own = sum(self.cpu_s(role) for role in (*self.config["actors"], "node"))
         return max(0.0, self.cpu_s("host") - own) / self.seconds
 
@@ -144,16 +144,12 @@ def read_run(folder: Path) -> Recording:
     rows = tuple(_lines(folder, "metrics.jsonl", dict[str, float]))
     least = WARM_STEPS + LEAST_STEPS + LAST_STEPS
     if len(rows) < least:
-        raise ConfigError(
-            f"{folder} has {len(rows)} training steps; calibration needs {least}. Launch with more run.steps."
-        )
+        raise ConfigError(f"{folder} has {len(rows)} training steps; calibration needs {least}. Launch with more run.steps.")
     if [row.get("step") for row in rows] != list(range(1, len(rows) + 1)):
         raise ConfigError(f"{folder}/metrics.jsonl does not count its steps from 1 without a gap. Record the run anew.")
     for row in rows:
         if lacking := [name for name in NEEDED if name not in row]:
-            raise ConfigError(
-                f"{folder}/metrics.jsonl has no {lacking[0]} in step {row['step']:.0f}. Record the run anew."
-            )
+            raise ConfigError(f"{folder}/metrics.jsonl has no {lacking[0]} in step {row['step']:.0f}. Record the run anew.")
         if nothing := [name for name in ABOVE_ZERO if row[name] <= 0]:
             raise ConfigError(
                 f"{folder}/metrics.jsonl has {nothing[0]} at {row[nothing[0]]:g} in step {row['step']:.0f}; it must be above 0. "

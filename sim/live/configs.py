@@ -3,17 +3,17 @@
 from pathlib import Path
 from typing import Any
 
-from actors.config import CheckSection, EvalSection, RewardSection, RolloutSection, StalenessSection
-from actors.engines.worker import EngineWorker
-from actors.envs.manager import EnvManager
-from actors.envs.section import EnvSection
-from actors.proxy.proxy import LLMProxy
-from actors.rewards.service import RewardService
-from actors.training.trainer import CheckpointSection
-from sim.cluster import ClusterJobSpec, PoolSpec, sections_of
-from sim.live.engine import RooflineSection
-from sim.simtest.actors import SimTrainer
-from sim.simtest.setup import Setup, configs
+from rubato.actors.config import CheckSection, EvalSection, RewardSection, RolloutSection, StalenessSection
+from rubato.actors.engines.worker import EngineWorker
+from rubato.actors.envs.manager import EnvManager
+from rubato.actors.envs.section import EnvSection
+from rubato.actors.proxy.proxy import LLMProxy
+from rubato.actors.rewards.service import RewardService
+from rubato.actors.training.trainer import CheckpointSection
+from rubato.sim.cluster import ClusterJobSpec, PoolSpec, sections_of
+from rubato.sim.live.engine import RooflineSection
+from rubato.sim.simtest.actors import SimTrainer
+from rubato.sim.simtest.setup import Setup, configs
 
 LONG_S = 3600.0
 """Deadlines that must never pass here."""
@@ -58,7 +58,7 @@ def live_configs(spec: ClusterJobSpec, setup: Setup, model: Path) -> dict[str, A
     if spec.draw != "mixture":
         tasks = {}  # a live job's only task has no name
     reward = RewardSection(
-        functions=("sim.live.environment:scored",) if spec.reward_workers else (),
+        functions=("rubato.sim.live.environment:scored",) if spec.reward_workers else (),
         workers=max(1, spec.reward_workers), min_workers=spec.reward_min_workers, timeout_s=LONG_S,
     )  # fmt: skip
     longest = max(task.max_context for task in spec.tasks)
@@ -68,7 +68,7 @@ def live_configs(spec: ClusterJobSpec, setup: Setup, model: Path) -> dict[str, A
         reward_timeout_s=LONG_S, hold_s=2.0,
     )  # fmt: skip
     engine = RooflineSection(
-        kind="sim.live.engine:RooflineEngine", spec=spec.pools[0].engine, max_len=longest + sampled,
+        kind="rubato.sim.live.engine:RooflineEngine", spec=spec.pools[0].engine, max_len=longest + sampled,
         scripted=base["engine"].engine.scripted,
     )  # fmt: skip
     environment = {

@@ -8,16 +8,16 @@ from typing import Any
 
 from pydantic import Field
 
-from actors.config import ModelSection
-from actors.engines.engine import CACHE, EXPORT, Cache, Chunk, EngineError, EngineLoad, Work
-from actors.engines.scheduler import Sequence, check
-from actors.engines.section import EngineSection
-from planning.roofline import Deployment, Roofline
-from planning.step_cost import StepSums
-from sim.engine_model import ModelledEngine
-from sim.live.environment import asked
-from sim.moves_model import PROMPT_TOKENS
-from sim.timeline import SimProcess, Timeline
+from rubato.actors.config import ModelSection
+from rubato.actors.engines.engine import CACHE, EXPORT, Cache, Chunk, EngineError, EngineLoad, Work
+from rubato.actors.engines.scheduler import Sequence, check
+from rubato.actors.engines.section import EngineSection
+from rubato.planning.roofline import Deployment, Roofline
+from rubato.planning.step_sums import StepSums
+from rubato.sim.engine_model import ModelledEngine
+from rubato.sim.live.environment import asked
+from rubato.sim.moves_model import PROMPT_TOKENS
+from rubato.sim.timeline import SimProcess, Timeline
 
 TOKEN, STOP = 2, 1
 """What it samples: so many of the first, and one of the second at the end of a turn."""

@@ -7,16 +7,16 @@ from typing import Any
 
 import msgspec
 
-from actors.config import RewardSection
-from actors.messages.samples import NotScored, Score, Scores
-from actors.rewards.backend import columns_of
-from actors.rewards.local import ElasticBackend
-from actors.rewards.scorer import Scorer
-from runtime.observe.figures import Metrics
-from runtime.pool.pool import WorkerPool
-from runtime.pool.worker import Traits, decode
-from sim.simtest.toys import WORDS, ToyScorer
-from sim.workload import TaskSpec, episode
+from rubato.actors.config import RewardSection
+from rubato.actors.messages.samples import NotScored, Score, Scores
+from rubato.actors.rewards.backend import columns_of
+from rubato.actors.rewards.local import ElasticBackend
+from rubato.actors.rewards.scorer import Scorer
+from rubato.runtime.observe.figures import Metrics
+from rubato.runtime.pool.pool import WorkerPool
+from rubato.runtime.pool.values import Traits, decode
+from rubato.sim.simtest.toys import WORDS, ToyScorer
+from rubato.sim.workload import TaskSpec, episode
 
 FIRST_WORD = 2
 """Of the toy tokenizer's, the first that stands for nothing; the others follow it."""
@@ -98,9 +98,7 @@ class ModelledWorker(WorkerPool):
         await asyncio.sleep(self._start_s)
         return Traits(inline=False, asynchronous=False, declared={}, takes=("reward_s",))
 
-    async def apply(
-        self, target: str, payload: bytes, *, deadline_s: float, took: Callable[[float], object] | None = None
-    ) -> bytes:
+    async def apply(self, target: str, payload: bytes, *, deadline_s: float, took: Callable[[float], object] | None = None) -> bytes:
         _, columns = decode(payload)
         await asyncio.sleep(sum(columns["reward_s"]))
         return msgspec.msgpack.encode([0.0] * len(columns["reward_s"]))
@@ -119,4 +117,4 @@ def elastic_scorer(section: RewardSection, metrics: Metrics, start_s: float) -> 
 
 
 def scored() -> None:
-    """Named in the config, so that rollouts ask for a score; nobody calls it."""
+    """Named in the config, so that rollouts ask for a score; never called."""

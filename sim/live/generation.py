@@ -12,33 +12,33 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-from actors.config import ProxySection
-from actors.engines.section import EngineSection, PaceSection, ScriptedSection
-from actors.engines.worker import EngineWorker
-from actors.messages.generation import Completion, Generate, Sampling
-from actors.messages.orchestration import RequestEnded, Surveyed
-from actors.orchestrator.fleet import GpuGroup, servers
-from actors.orchestrator.lengths import Expected, Lengths, Underway
-from actors.orchestrator.orchestrator import Orchestrator
-from actors.orchestrator.section import REBALANCE, SWITCH, OrchestratorSection
-from actors.orchestrator.switches import Shape
-from actors.proxy.proxy import LLMProxy
-from bus.link import Identity
-from bus.message import pack_i32
-from bus.transport import MemoryNetwork, MemoryTransport
-from planning.engine_info import EngineInfo, WeightsNeed
-from planning.forecast import Remaining
-from planning.routing import Choice, EngineView, choose
-from runtime.actor import Actor, RunInfo
-from runtime.config import ActorConfig
-from runtime.kernel import Kernel
-from runtime.observe.log import logger
-from runtime.store.store import MemoryStore
-from sim.live.configs import LONG_S
-from sim.orchestrrl.drift import PAST
-from sim.orchestrrl.generation import Arm, Pace
-from sim.orchestrrl.pool import Response
-from sim.virtual import run_virtual
+from rubato.actors.config import ProxySection
+from rubato.actors.engines.section import EngineSection, PaceSection, ScriptedSection
+from rubato.actors.engines.worker import EngineWorker
+from rubato.actors.messages.generation import Completion, Generate, Sampling
+from rubato.actors.messages.orchestration import RequestEnded, Surveyed
+from rubato.actors.orchestrator.fleet import GpuGroup, servers
+from rubato.actors.orchestrator.lengths import Expected, Lengths, Underway
+from rubato.actors.orchestrator.orchestrator import Orchestrator
+from rubato.actors.orchestrator.section import REBALANCE, SWITCH, OrchestratorSection
+from rubato.actors.orchestrator.switches import Shape
+from rubato.actors.proxy.proxy import LLMProxy
+from rubato.bus.link import Identity
+from rubato.bus.memory import MemoryNetwork, MemoryTransport
+from rubato.bus.message import pack_i32
+from rubato.planning.engine_info import EngineInfo, WeightsNeed
+from rubato.planning.forecast import Remaining
+from rubato.planning.routing import Choice, EngineView, choose
+from rubato.runtime.actor import Actor, RunInfo
+from rubato.runtime.config import ActorConfig
+from rubato.runtime.kernel import Kernel
+from rubato.runtime.memory import MemoryStore
+from rubato.runtime.observe.log import logger
+from rubato.sim.live.configs import LONG_S
+from rubato.sim.orchestrrl.drift import PAST
+from rubato.sim.orchestrrl.generation import Arm, Pace
+from rubato.sim.orchestrrl.pool import Response
+from rubato.sim.virtual import run_virtual
 
 VOCABULARY, STOP = 65536, 1
 

@@ -9,25 +9,25 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from actors import plugins
-from actors.cluster.lease import finished
-from actors.messages.moves import Move, Moved
-from actors.proxy.proxy import LLMProxy
-from runtime.observe.figures import Metrics
-from sim.cluster import ClusterJobSpec
-from sim.live.configs import LONG_S, check, engine_config, engine_pools, live_configs, staleness_of
-from sim.live.environment import ModelledScorer, elastic_scorer
-from sim.moves_model import next_move
-from sim.simtest.actors import SimKernel, SimRewards
-from sim.simtest.checks import InvariantChecks
-from sim.simtest.journal import Record
-from sim.simtest.loop import SimLoop
-from sim.simtest.process import ActorProcess
-from sim.simtest.run import SeedJob, settings
-from sim.simtest.setup import Setup
-from sim.simtest.toys import write_tokenizer
-from sim.simtest.world import World
-from sim.virtual import run_virtual
+from rubato.actors import plugins
+from rubato.actors.cluster.lease import finished
+from rubato.actors.messages.moves import Move, Moved
+from rubato.actors.proxy.proxy import LLMProxy
+from rubato.runtime.observe.figures import Metrics
+from rubato.sim.cluster import ClusterJobSpec
+from rubato.sim.live.configs import LONG_S, check, engine_config, engine_pools, live_configs, staleness_of
+from rubato.sim.live.environment import ModelledScorer, elastic_scorer
+from rubato.sim.moves_model import next_move
+from rubato.sim.simtest.actors import SimKernel, SimRewards
+from rubato.sim.simtest.checks import InvariantChecks
+from rubato.sim.simtest.journal import Record
+from rubato.sim.simtest.loop import SimLoop
+from rubato.sim.simtest.process import ActorProcess
+from rubato.sim.simtest.run import SeedJob, settings
+from rubato.sim.simtest.setup import Setup
+from rubato.sim.simtest.toys import write_tokenizer
+from rubato.sim.simtest.world import World
+from rubato.sim.virtual import run_virtual
 
 ResultT = TypeVar("ResultT")
 
@@ -96,7 +96,7 @@ class LiveWorld(World):
         return elastic_scorer(actor.config.reward, actor.metrics, self.spec.reward_start_s)
 
     async def _keep_moving(self, proxy: LLMProxy) -> None:
-        """As sim.moves_model.keep_moving, of the real proxy."""
+        """As rubato.sim.moves_model.keep_moving, of the real proxy."""
         while True:
             await asyncio.sleep(self.spec.move_every_s)
             seats = proxy.placement.seats
@@ -119,7 +119,7 @@ class LiveRun(NamedTuple):
 
 
 def run(spec: ClusterJobSpec, seed: int, folder: Path) -> LiveRun:
-    """Raises ValueError where `spec` asks for what these actors can't do, and sim.simtest.checks.Violation when one breaks a promise."""
+    """Raises ValueError where `spec` asks for what these actors can't do, and rubato.sim.simtest.checks.Violation when one breaks a promise."""
     check(spec)
     setup = Setup(
         seed=seed, steps=spec.steps, alpha=staleness_of(spec).bound, group_size=spec.group_size, batch_groups=spec.batch_groups,

@@ -16,33 +16,34 @@ from typing import Any, NamedTuple
 import msgspec
 from pydantic import Field
 
-import actors.cluster.permits
-import actors.cluster.scheduler
-from actors.checkpoints.hf_files import read_header
-from actors.cluster.board import HeldTime, held_times
-from actors.cluster.book import Book, JobRecord
-from actors.cluster.job import JobFiles, files
-from actors.cluster.lease import Held
-from actors.cluster.lives import JobLife
-from actors.cluster.permits import Permits
-from actors.cluster.pools import GB, SchedulerSection
-from actors.cluster.scheduler import ClusterScheduler
-from actors.cluster.token import make_token, read_token
-from actors.messages.cluster import JobAccepted, JobNeeds, StopJobs, SubmitJob
-from actors.messages.samples import Batch, Trajectory
-from actors.scripted.engine import ScriptedEngine
-from actors.training.engine import StepResult
-from actors.training.trainer import Trainer
-from planning.coexecution import CoexecutionGroup, JobProfile, NodePool, SharedCluster
-from planning.round_robin import WARM
-from runtime.config import Config, Section, from_mapping, load
-from runtime.embed import embed
-from runtime.errors import ExitCode
-from runtime.observe.trace import wall_s
-from runtime.store.store import MemoryStore
-from sim.simtest.run import RARE, replaced
-from sim.simtest.toys import write_tokenizer
-from sim.virtual import run_virtual
+import rubato.actors.cluster.permits
+import rubato.actors.cluster.scheduler
+from rubato.actors.checkpoints.hf_files import read_header
+from rubato.actors.cluster.board import HeldTime, held_times
+from rubato.actors.cluster.book import Book, JobRecord
+from rubato.actors.cluster.job import JobFiles, files
+from rubato.actors.cluster.lease import Held
+from rubato.actors.cluster.lives import JobLife
+from rubato.actors.cluster.permits import Permits
+from rubato.actors.cluster.pools import GB, SchedulerSection
+from rubato.actors.cluster.scheduler import ClusterScheduler
+from rubato.actors.cluster.token import make_token, read_token
+from rubato.actors.messages.cluster import JobAccepted, JobNeeds, StopJobs, SubmitJob
+from rubato.actors.messages.samples import Batch, Trajectory
+from rubato.actors.scripted.engine import ScriptedEngine
+from rubato.actors.training.engine import StepResult
+from rubato.actors.training.trainer import Trainer
+from rubato.planning.coexecution import CoexecutionGroup, JobProfile, NodePool, SharedCluster
+from rubato.planning.round_robin import WARM
+from rubato.runtime.config import Config, Section
+from rubato.runtime.config.compose import from_mapping, load
+from rubato.runtime.embed import embed
+from rubato.runtime.errors import ExitCode
+from rubato.runtime.memory import MemoryStore
+from rubato.runtime.observe.trace import wall_s
+from rubato.sim.simtest.run import RARE, replaced
+from rubato.sim.simtest.toys import write_tokenizer
+from rubato.sim.virtual import run_virtual
 
 ROUNDS = 8
 """A run lasts as long as so many of its longest job's steps alone, and as many more as its bound allows."""
@@ -166,12 +167,10 @@ def alone(job: JobProfile, folder: Path) -> float:
     return run_virtual(run, limit_s=LIMIT_S)
 
 
-def turns(
-    jobs: Sequence[tuple[JobProfile, str]], cluster: SharedCluster, folder: Path
-) -> Mapping[str, Sequence[HeldTime]]:
+def turns(jobs: Sequence[tuple[JobProfile, str]], cluster: SharedCluster, folder: Path) -> Mapping[str, Sequence[HeldTime]]:
     """Let `jobs` take turns, each on the rollout pool named beside it and all on the pool `training`: who held each pool, and when.
 
-    `folder` is empty. Nobody has to place them, so a pool may have more than a scheduler would give it.
+    `folder` is empty. There is no scheduler: a pool may have more jobs than one would give it.
     """
 
     async def run() -> Mapping[str, Sequence[HeldTime]]:
@@ -200,7 +199,7 @@ def _open(permits: MemoryStore) -> replaced:
     def opened(_: Path) -> MemoryStore:
         return permits
 
-    modules = (actors.cluster.permits, actors.cluster.scheduler)
+    modules = (rubato.actors.cluster.permits, rubato.actors.cluster.scheduler)
     return replaced({(module, "open_shared"): opened for module in modules} | RARE)
 
 
@@ -241,19 +240,17 @@ def _submission(job: JobProfile, cluster: SharedCluster, token: str, config: Con
     return SubmitJob(token, job.name, job.name, config.dump(), ".", job.slo, needs)
 
 
-def _config(
-    job: JobProfile, model: Path, place: str = "", cluster: SharedCluster | None = None, overrides: Sequence[str] = ()
-) -> Config:
+def _config(job: JobProfile, model: Path, place: str = "", cluster: SharedCluster | None = None, overrides: Sequence[str] = ()) -> Config:
     """One token is the whole rollout."""
     rollout_load_s, train_load_s = (cluster.rollout.switch_s, cluster.train.switch_s) if cluster else (0.0, 0.0)
     return from_mapping(
         {
             "run": {"name": job.name, "steps": 1 << 20},
             "actors": {
-                "sample_buffer": {"class": "actors.samples.buffer:SampleBuffer"},
-                "llm_proxy": {"class": "actors.proxy.proxy:LLMProxy"},
-                "engine": {"class": "actors.engines.worker:EngineWorker"},
-                "env_manager": {"class": "actors.envs.manager:EnvManager"},
+                "sample_buffer": {"class": "rubato.actors.samples.buffer:SampleBuffer"},
+                "llm_proxy": {"class": "rubato.actors.proxy.proxy:LLMProxy"},
+                "engine": {"class": "rubato.actors.engines.worker:EngineWorker"},
+                "env_manager": {"class": "rubato.actors.envs.manager:EnvManager"},
                 "trainer": {"class": f"{__name__}:{TimedTrainer.__name__}"},
             },
             "model": {"path": str(model)},

@@ -14,27 +14,27 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
-from actors.config import TrainSection, WeightsSection
-from actors.fabric.controller import FabricController
-from actors.fabric.emulated import EmulatedSwitch
-from actors.fabric.links import rates_mbps
-from actors.fabric.section import FabricSection
-from actors.messages.engines import GENERATION
-from actors.messages.fabric import InspectFabric, Phase, PhaseIntent
-from bus.link import Identity
-from bus.transport import MemoryNetwork, MemoryTransport
-from planning.circuits import Cross
-from planning.demand import Pair
-from planning.relay import plan, ring_sources, sources
-from runtime.actor import Actor, RunInfo
-from runtime.blobs.blob import PIECE_BYTES, MemoryBlobStore
-from runtime.config import ActorConfig
-from runtime.kernel import Kernel
-from runtime.observe.log import logger
-from runtime.store.store import MemoryStore
-from sim.outcome import Cell, LaneSpan, RunProgress, RunResult, Table
-from sim.scenario import LiveJob, Scenario, ScenarioKind
-from sim.virtual import run_virtual
+from rubato.actors.config import TrainSection, WeightsSection
+from rubato.actors.fabric.controller import FabricController
+from rubato.actors.fabric.emulated import EmulatedSwitch
+from rubato.actors.fabric.links import rates_mbps
+from rubato.actors.fabric.section import FabricSection
+from rubato.actors.messages.fabric import InspectFabric, Phase, PhaseIntent
+from rubato.actors.messages.generation import GENERATION
+from rubato.bus.link import Identity
+from rubato.bus.memory import MemoryNetwork, MemoryTransport
+from rubato.planning.circuits import Cross
+from rubato.planning.demand import Pair
+from rubato.planning.relay import plan, ring_sources, sources
+from rubato.runtime.actor import Actor, RunInfo
+from rubato.runtime.blobs.blob import PIECE_BYTES
+from rubato.runtime.config import ActorConfig
+from rubato.runtime.kernel import Kernel
+from rubato.runtime.memory import MemoryBlobStore, MemoryStore
+from rubato.runtime.observe.log import logger
+from rubato.sim.outcome import Cell, LaneSpan, RunProgress, RunResult, Table
+from rubato.sim.scenario import LiveJob, Scenario, ScenarioKind
+from rubato.sim.virtual import run_virtual
 
 PAYLOAD = 1448 / 1514
 """Of an Ethernet frame that carries TCP with time stamps over IPv4, at an MTU of 1,500: what htb counts, and what arrives."""
@@ -133,9 +133,7 @@ class ModeFigures(NamedTuple):
 class SimulatedTestbed:
     """One job: its phases in their order, its bytes over the wires. Host i, from 1, is in rack i - 1."""
 
-    def __init__(
-        self, scenario: TestbedScenario, way: Broadcast, mode: Mode, controller: FabricController, wires: RackLinks
-    ) -> None:
+    def __init__(self, scenario: TestbedScenario, way: Broadcast, mode: Mode, controller: FabricController, wires: RackLinks) -> None:
         self._scenario, self._by_rings, self._name = scenario, way == "rings", f"{way}, {mode}"
         self._controller, self._wires = controller, wires
         train = TrainSection(**(scenario.job.get("train") or {})).scripted
@@ -184,9 +182,7 @@ class SimulatedTestbed:
             self._spans.append(LaneSpan(self._name, "phases", name, start, end - start, {"version": version}))
         return synced - published
 
-    async def _intend(
-        self, phase: Phase, epoch: int, *, in_s: float = 0.0, traffic: tuple[tuple[str, str, int], ...] = ()
-    ) -> None:
+    async def _intend(self, phase: Phase, epoch: int, *, in_s: float = 0.0, traffic: tuple[tuple[str, str, int], ...] = ()) -> None:
         await self._controller.phase_intent(PhaseIntent(phase, epoch, in_s, traffic))
 
     async def _sync(self, there: Mapping[str, asyncio.Event]) -> None:
@@ -285,9 +281,7 @@ def run(scenario: TestbedScenario, progress: RunProgress) -> RunResult:
         progress(done, len(cases), f"{way}, {mode}")
         found[f"{way}_{mode}"] = run_virtual(partial(play, way, mode))
     medians = {name: median(figures.syncs_s) for name, figures in found.items()}
-    rows: list[tuple[Cell, ...]] = [
-        (*name.split("_"), medians[name], f.exposed_s, f.hidden_s, f.changes) for name, f in found.items()
-    ]
+    rows: list[tuple[Cell, ...]] = [(*name.split("_"), medians[name], f.exposed_s, f.hidden_s, f.changes) for name, f in found.items()]
     columns = ("broadcast", "circuits", "sync_s", "exposed_s_per_step", "hidden_s_per_step", "changes_per_step")
     return RunResult(
         {f"{name}_sync_s": value for name, value in medians.items()}

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sim.net.maxmin import Ints, Paths
-from sim.net.network import Network, paths_of
+from rubato.sim.net.maxmin import Ints, Paths
+from rubato.sim.net.network import Network, paths_of
 
 
 class ClosSpec(NamedTuple):
@@ -57,9 +57,7 @@ def clos(spec: ClosSpec) -> Network:
     rates = (nics, up / lanes, up * spec.leaves_per_pod)
     base = np.concatenate([[0], np.cumsum([2 * n for n in sizes])])
     capacity = np.concatenate([np.full(2 * n, rate * spec.nic_bytes_s) for n, rate in zip(sizes, rates, strict=True)])
-    names = [
-        f"{tier}{i} {way}" for tier, n in zip(TIERS, sizes, strict=True) for way in ("up", "down") for i in range(n)
-    ]
+    names = [f"{tier}{i} {way}" for tier, n in zip(TIERS, sizes, strict=True) for way in ("up", "down") for i in range(n)]
 
     def route(source: Ints, target: Ints) -> Paths:
         leaf, leaf_to = source // per_leaf, target // per_leaf
@@ -87,9 +85,7 @@ TIERS = ("server", "leaf", "pod")
 
 def _hashed(source: Ints, target: Ints, lanes: int, seed: int) -> Ints:
     """An uplink per flow: two flows of the same servers differ by their place in the set, as their ports would."""
-    mixed = (
-        source * 0x9E3779B1 + target * 0x85EBCA77 + np.arange(len(source)) * 0xC2B2AE3D + seed * 0x27D4EB2F
-    ) % 2**32
+    mixed = (source * 0x9E3779B1 + target * 0x85EBCA77 + np.arange(len(source)) * 0xC2B2AE3D + seed * 0x27D4EB2F) % 2**32
     mixed ^= mixed >> 15
     mixed = (mixed * 0x2C1B3C6D) % 2**32
     mixed ^= mixed >> 12

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sim.net.maxmin import Ints, Paths
-from sim.net.network import Network
+from rubato.sim.net.maxmin import Ints, Paths
+from rubato.sim.net.network import Network
 
 
 class DirectSpec(NamedTuple):
@@ -41,9 +41,7 @@ def direct_network(spec: DirectSpec, links: Sequence[tuple[int, int]]) -> Networ
     link_of = {arc: base + i for i, arc in enumerate(arcs)}
 
     def route(source: Ints, target: Ints) -> Paths:
-        pairs = list(
-            zip((source // spec.servers_per_node).tolist(), (target // spec.servers_per_node).tolist(), strict=True)
-        )
+        pairs = list(zip((source // spec.servers_per_node).tolist(), (target // spec.servers_per_node).tolist(), strict=True))
         routes = {pair: [link_of[arc] for arc in arcs] for pair, arcs in shortest(neighbours, set(pairs)).items()}
         start, found = [0], list[int]()
         for s, t, pair in zip(source.tolist(), target.tolist(), pairs, strict=True):
@@ -55,9 +53,7 @@ def direct_network(spec: DirectSpec, links: Sequence[tuple[int, int]]) -> Networ
     return Network(names, capacity, route)
 
 
-def shortest(
-    neighbours: Mapping[int, Sequence[int]], pairs: set[tuple[int, int]]
-) -> dict[tuple[int, int], list[tuple[int, int]]]:
+def shortest(neighbours: Mapping[int, Sequence[int]], pairs: set[tuple[int, int]]) -> dict[tuple[int, int], list[tuple[int, int]]]:
     """A shortest path per pair of nodes, as arcs; among equal ones the choice turns with the target, to spread the load."""
     wanted: dict[int, set[int]] = defaultdict(set)
     for a, b in pairs:

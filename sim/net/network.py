@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sim.net.maxmin import Floats, Ints, Paths, max_min_rates
+from rubato.sim.net.maxmin import Floats, Ints, Paths, max_min_rates
 
 TOGETHER = 1e-9
 """Only rounding keeps such flows apart."""

@@ -4,8 +4,8 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from runtime.config import Section
-from sim.distribution import Histogram
+from rubato.runtime.config import Section
+from rubato.sim.distribution import Histogram
 
 
 class EngineCosts(Section):

@@ -1,4 +1,4 @@
-"""Cores that the processes of one host share: whoever has work gets an equal share, and never more than one core.
+"""Cores that the processes of one host share: each that has work gets an equal share, and never more than one core.
 
 A part is a process with an event loop: what reaches it while it computes is handled together, in its next tick.
 """
@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from sim.timeline import Timeline
+from rubato.sim.timeline import Timeline
 
 Call = Callable[[], None]
 

@@ -6,13 +6,13 @@ When it steps follows actors/engines/torch_engine.py.
 from collections.abc import Callable
 from typing import NamedTuple
 
-from actors.engines.engine import Work
-from actors.engines.scheduler import Row, Scheduler, Sequence
-from actors.engines.section import EngineSection
-from actors.messages.generation import Sampling
-from sim.onehost.calibrated import EngineCosts
-from sim.onehost.cores import HostProcess
-from sim.timeline import SimEvent, Timeline
+from rubato.actors.engines.engine import Work
+from rubato.actors.engines.scheduler import Row, Scheduler, Sequence
+from rubato.actors.engines.section import EngineSection
+from rubato.actors.messages.generation import Sampling
+from rubato.sim.onehost.calibrated import EngineCosts
+from rubato.sim.onehost.cores import HostProcess
+from rubato.sim.timeline import SimEvent, Timeline
 
 TOKEN = 0
 """All that is ever shown or sampled: sessions differ in nothing but their length."""
@@ -29,9 +29,7 @@ class HostedRequest(NamedTuple):
 class HostedEngine:
     """Between its steps it takes commands; what comes during a step waits for the next. Routed to by sim/proxy_model.py."""
 
-    def __init__(
-        self, timeline: Timeline, loop: HostProcess, steps: HostProcess, section: EngineSection, costs: EngineCosts
-    ) -> None:
+    def __init__(self, timeline: Timeline, loop: HostProcess, steps: HostProcess, section: EngineSection, costs: EngineCosts) -> None:
         self.name = loop.name
         self._loop, self._steps = loop, steps
         """Two threads: the event loop, and the one that steps."""
@@ -79,7 +77,7 @@ class HostedEngine:
         return version
 
     def forget(self, session: str) -> None:
-        """Nobody tells a live engine that a session is over: its slot is used again when none is free."""
+        """A live engine does not hear that a session is over: its slot is used again when none is free."""
 
     def published(self, version: int) -> None:
         """Newer weights are there: lay them out beside the steps, then swap between two of them. Only the newest is pulled."""

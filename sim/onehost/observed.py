@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 
 from pydantic import Field
 
-from runtime.config import Section
-from runtime.observe.figures import WINDOW_S
-from sim.job import JobStep
-from sim.onehost.calibrated import Rollouts
+from rubato.runtime.config import Section
+from rubato.runtime.observe.figures import WINDOW_S
+from rubato.sim.job import JobStep
+from rubato.sim.onehost.calibrated import Rollouts
 
 ROLES = ("trainer", "engine", "env_manager", "llm_proxy", "sample_buffer", "reward_service")
 """Whose idle share is compared."""
@@ -43,14 +43,7 @@ def observe(rows: Sequence[JobStep], window: tuple[int, int], engines: int, env_
         for role in ROLES:
             mine = [share for name, share in shares.items() if name.rpartition("-")[0] == role]
             idle[role] += sum(mine) / len(mine) * (row.ended_s - row.began_s) / seconds
-    return Observed(
-        engines=engines,
-        env_managers=env_managers,
-        steps=len(rows),
-        window=window,
-        steps_s=len(counted) / seconds,
-        idle=idle,
-    )
+    return Observed(engines=engines, env_managers=env_managers, steps=len(rows), window=window, steps_s=len(counted) / seconds, idle=idle)
 
 
 def idle_shares(rows: Sequence[JobStep], row: JobStep) -> Mapping[str, float]:

@@ -3,24 +3,24 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from actors.config import RolloutSection, SamplesSection, StalenessSection, TrainSection
-from actors.engines.section import EngineSection
-from actors.envs.section import EnvSection
-from actors.messages.samples import Ticket
-from actors.samples.group import GroupLimits
-from actors.samples.groups import Groups
-from actors.training.trainer import CheckpointSection
-from planning.adaptive_alpha import AlphaBounds
-from runtime.config import RunSection
-from sim.buffer_model import NEVER_LAPSES_S, ModelledBuffer
-from sim.job import Environments, Job
-from sim.manager_model import ModelledManager, TurnRequest
-from sim.onehost.calibrated import Calibration
-from sim.onehost.cores import Cores, HostProcess
-from sim.onehost.engine import HostedEngine
-from sim.proxy_model import ModelledProxy
-from sim.timeline import Timeline
-from sim.workload import Episode, Turn, chance_of
+from rubato.actors.config import RolloutSection, SamplesSection, StalenessSection, TrainSection
+from rubato.actors.engines.section import EngineSection
+from rubato.actors.envs.section import EnvSection
+from rubato.actors.messages.samples import Ticket
+from rubato.actors.samples.group import GroupLimits
+from rubato.actors.samples.groups import Groups
+from rubato.actors.training.trainer import CheckpointSection
+from rubato.planning.adaptive_alpha import AlphaBounds
+from rubato.runtime.config import RunSection
+from rubato.sim.buffer_model import NEVER_LAPSES_S, ModelledBuffer
+from rubato.sim.job import Environments, Job
+from rubato.sim.manager_model import ModelledManager, TurnRequest
+from rubato.sim.onehost.calibrated import Calibration
+from rubato.sim.onehost.cores import Cores, HostProcess
+from rubato.sim.onehost.engine import HostedEngine
+from rubato.sim.proxy_model import ModelledProxy
+from rubato.sim.timeline import Timeline
+from rubato.sim.workload import Episode, Turn, chance_of
 
 
 class HostJobSpec(NamedTuple):
@@ -39,7 +39,7 @@ class HostJobSpec(NamedTuple):
 
 
 class HostCosts:
-    """Whoever has work gets its share of the cores, so that what costs one part CPU seconds slows the others too."""
+    """CPU costs of the parts, which share the cores: what costs one part CPU seconds slows the others too."""
 
     def __init__(self, spec: HostJobSpec, calibration: Calibration, seed: int) -> None:
         self._spec, self._seed = spec, seed
@@ -64,9 +64,7 @@ class HostCosts:
         return HostedEngine(self.timeline, loop, steps, self._spec.engine, self._cpu.engine)
 
     def _manager(self, part: HostProcess) -> ModelledManager:
-        turns = _TurnThroughProcesses(
-            part, self._proxy_part, self._proxy, self._cpu.env_manager_turn_s, self._cpu.llm_proxy_turn_s / 2
-        )
+        turns = _TurnThroughProcesses(part, self._proxy_part, self._proxy, self._cpu.env_manager_turn_s, self._cpu.llm_proxy_turn_s / 2)
         return ModelledManager(self.timeline, turns, self._score)
 
     # -- rollouts -------------------------------------------------------------------------------------------------

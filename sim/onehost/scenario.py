@@ -4,17 +4,17 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from actors.config import RolloutSection, SamplesSection, StalenessSection, TrainSection
-from actors.engines.section import EngineSection
-from actors.envs.section import EnvSection
-from actors.training.trainer import CheckpointSection
-from runtime.config import RunSection
-from sim.job import JobStep
-from sim.onehost.calibrated import Calibration
-from sim.onehost.observed import ROLES, Observed, observe
-from sim.onehost.processes import HostJobSpec, host_job
-from sim.outcome import Cell, LaneSpan, Plot, RunProgress, RunResult, Table
-from sim.scenario import LiveJob, Scenario, ScenarioKind
+from rubato.actors.config import RolloutSection, SamplesSection, StalenessSection, TrainSection
+from rubato.actors.engines.section import EngineSection
+from rubato.actors.envs.section import EnvSection
+from rubato.actors.training.trainer import CheckpointSection
+from rubato.runtime.config import RunSection
+from rubato.sim.job import JobStep
+from rubato.sim.onehost.calibrated import Calibration
+from rubato.sim.onehost.observed import ROLES, Observed, observe
+from rubato.sim.onehost.processes import HostJobSpec, host_job
+from rubato.sim.outcome import Cell, LaneSpan, Plot, RunProgress, RunResult, Table
+from rubato.sim.scenario import LiveJob, Scenario, ScenarioKind
 
 
 class OneHost(Scenario):
@@ -68,10 +68,7 @@ def run(scenario: OneHost, progress: RunProgress) -> RunResult:
     columns = ("run", "step", "began_s", "asked_s", "claimed_s", "trained_s", "published_s", "ended_s", "tokens")
     return RunResult(
         figures=figures,
-        tables={
-            "agreement": Table(("run", "figure", "live", "simulated"), agreement),
-            "phases": Table(columns, phases),
-        },
+        tables={"agreement": Table(("run", "figure", "live", "simulated"), agreement), "phases": Table(columns, phases)},
         plots={"agreement": Plot("Live runs and their simulation", lambda figure: _draw(figure, agreement))},
         spans=spans,
         notes=notes,

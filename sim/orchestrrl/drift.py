@@ -6,17 +6,17 @@ from typing import Any, NamedTuple
 
 from pydantic import Field
 
-from planning.forecast import Forecast, Seen, fit, past
-from planning.hardware import GpuSpec
-from planning.language_model import ModelSpec
-from planning.roofline import Deployment, Roofline
-from runtime.config import Section
-from sim.claims import Value
-from sim.orchestrrl.generation import Arm, Pace, StepDone, StepRun
-from sim.orchestrrl.pool import PoolUse, Response
-from sim.outcome import Cell, Plot, RunProgress, RunResult, Table
-from sim.rollpacker.rollout import LengthModel
-from sim.scenario import Scenario, ScenarioKind
+from rubato.planning.forecast import Forecast, Seen, fit, past
+from rubato.planning.hardware import GpuSpec
+from rubato.planning.language_model import ModelSpec
+from rubato.planning.roofline import Deployment, Roofline
+from rubato.runtime.config import Section
+from rubato.sim.claims import Value
+from rubato.sim.orchestrrl.generation import Arm, Pace, StepDone, StepRun
+from rubato.sim.orchestrrl.pool import PoolUse, Response
+from rubato.sim.outcome import Cell, Plot, RunProgress, RunResult, Table
+from rubato.sim.rollpacker.rollout import LengthModel
+from rubato.sim.scenario import Scenario, ScenarioKind
 
 PAST = 8
 """Steps before a simulated one whose lengths the forecast has: all that it remembers."""
@@ -107,8 +107,7 @@ class DriftDone(NamedTuple):
 def engines_of(model: ModelSpec, gpu: GpuSpec, degrees: Sequence[int], use: EngineUse) -> dict[int, Roofline]:
     """One engine per degree. Raises ValueError where the model does not fit one."""
     return {
-        degree: Roofline(Deployment(gpu=gpu, model=model, tp=degree, num_slots=use.num_slots, launch_s=use.launch_s))
-        for degree in degrees
+        degree: Roofline(Deployment(gpu=gpu, model=model, tp=degree, num_slots=use.num_slots, launch_s=use.launch_s)) for degree in degrees
     }
 
 
@@ -116,9 +115,7 @@ def static(engines: Mapping[int, Roofline], gpus: int, degree: int, drift: Drift
     """Every step on instances of one degree, each of which gets as many requests."""
     arm = Arm(name=f"tp{degree}")
     degrees = (degree,) * (gpus // degree)
-    return DriftDone(
-        tuple(StepRun(engines, arm, pace, None).run(drift.batch(seed, step), degrees) for step in drift.simulated)
-    )
+    return DriftDone(tuple(StepRun(engines, arm, pace, None).run(drift.batch(seed, step), degrees) for step in drift.simulated))
 
 
 def planned(
@@ -158,9 +155,7 @@ def run(scenario: DriftScenario, progress: RunProgress) -> RunResult:
     return RunResult(
         figures=dict(_figures(s, fixed, best, found)),
         tables={
-            "phases": Table(
-                ("arm", "step", "factor", "seconds", "ended_90_s", "degrees_at_end"), list(_rows(s, fixed, found))
-            ),
+            "phases": Table(("arm", "step", "factor", "seconds", "ended_90_s", "degrees_at_end"), list(_rows(s, fixed, found))),
             "plans": Table(("arm", "step", "why"), list(_plans(s, found))),
         },
         plots={"generation": Plot("Generation per step", lambda figure: _draw(figure, s, fixed, found))},
@@ -172,9 +167,7 @@ def run(scenario: DriftScenario, progress: RunProgress) -> RunResult:
     )
 
 
-def _figures(
-    s: DriftScenario, fixed: Mapping[int, DriftDone], best: int, found: Mapping[str, DriftDone]
-) -> Iterator[tuple[str, Value]]:
+def _figures(s: DriftScenario, fixed: Mapping[int, DriftDone], best: int, found: Mapping[str, DriftDone]) -> Iterator[tuple[str, Value]]:
     yield "best_static_degree", float(best)
     for degree, done in fixed.items():
         yield f"static_tp{degree}_s", done.seconds
@@ -191,9 +184,7 @@ def _figures(
     yield "no_step_slower", all(ours.seconds <= 1.03 * theirs.seconds for theirs, ours in steps)
 
 
-def _rows(
-    s: DriftScenario, fixed: Mapping[int, DriftDone], found: Mapping[str, DriftDone]
-) -> Iterator[tuple[Cell, ...]]:
+def _rows(s: DriftScenario, fixed: Mapping[int, DriftDone], found: Mapping[str, DriftDone]) -> Iterator[tuple[Cell, ...]]:
     arms = {f"static TP{degree}": done for degree, done in fixed.items()} | dict(found)
     for name, done in arms.items():
         for step, one in zip(s.drift.simulated, done.steps, strict=True):

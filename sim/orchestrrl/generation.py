@@ -6,14 +6,14 @@ from typing import NamedTuple
 
 from pydantic import Field
 
-from planning.forecast import Forecast, Seen
-from planning.makespan import Instance
-from planning.parallelism import HORIZON, StepPlan, coming, within
-from planning.rebalance import rebalance
-from planning.roofline import Roofline
-from runtime.config import Section
-from sim.orchestrrl.pool import ElasticPool, PoolUse, Regroup, Response
-from sim.timeline import Timeline
+from rubato.planning.forecast import Forecast, Seen
+from rubato.planning.makespan import Instance
+from rubato.planning.parallelism import HORIZON, StepPlan, coming, within
+from rubato.planning.rebalance import rebalance
+from rubato.planning.roofline import Roofline
+from rubato.runtime.config import Section
+from rubato.sim.orchestrrl.pool import ElasticPool, PoolUse, Regroup, Response
+from rubato.sim.timeline import Timeline
 
 STRAGGLER = 0.8
 """Quantile of what remains by which requests are moved: one for all, since which of them is long shows only as they run."""
@@ -55,9 +55,7 @@ class StepDone(NamedTuple):
 class StepRun:
     """Runs once. `history` is a forecast from earlier steps; None where the arm needs none."""
 
-    def __init__(
-        self, engines: Mapping[int, Roofline], arm: Arm, pace: Pace, forecast: Forecast | None, delay_s: float = 0.0
-    ) -> None:
+    def __init__(self, engines: Mapping[int, Roofline], arm: Arm, pace: Pace, forecast: Forecast | None, delay_s: float = 0.0) -> None:
         self._engines = engines
         self._arm = arm
         self._pace = pace
@@ -75,9 +73,7 @@ class StepRun:
         pool.timeline.start(self._keep_on())
         seconds = pool.run()
         ends = tuple(sorted(pool.done.values()))
-        return StepDone(
-            seconds, ends, tuple(sorted(seat.degree for seat in pool.seats.values())), pool.use, tuple(self._why)
-        )
+        return StepDone(seconds, ends, tuple(sorted(seat.degree for seat in pool.seats.values())), pool.use, tuple(self._why))
 
     def _place(self, degrees: Sequence[int]) -> list[str]:
         """An instance for each degree: large ones first, so that none crosses servers."""
@@ -142,13 +138,7 @@ class StepRun:
     def _rebalance(self) -> None:
         pool = self._pool
         stay = [each for each in self._instances(STRAGGLER) if pool.seats[each.name].settled_s < float("inf")]
-        moves = rebalance(
-            stay,
-            self._engines,
-            now_s=pool.timeline.now,
-            moved_s=pool.moved_s,
-            interval_s=10 * self._pace.interval_s,
-        ).moves
+        moves = rebalance(stay, self._engines, now_s=pool.timeline.now, moved_s=pool.moved_s, interval_s=10 * self._pace.interval_s).moves
         pool.move(moves)
 
     def _instances(self, quantile: float | None = None) -> list[Instance]:

@@ -9,19 +9,19 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field
 
-from planning.hardware import GpuSpec
-from planning.language_model import ModelSpec
-from planning.roofline import Roofline
-from runtime.config import Section
-from sim.claims import Value
-from sim.hardware import Prices
-from sim.orchestrrl.drift import Drift, EngineUse, engines_of
-from sim.orchestrrl.generation import Arm, Pace, StepRun
-from sim.outcome import Cell, Plot, RunProgress, RunResult, Table
-from sim.rfabric import counts, fabrics
-from sim.rfabric.fabrics import FabricSpec, Iteration, case
-from sim.rfabric.job import TrainingSpec, place
-from sim.scenario import Scenario, ScenarioKind
+from rubato.planning.hardware import GpuSpec
+from rubato.planning.language_model import ModelSpec
+from rubato.planning.roofline import Roofline
+from rubato.runtime.config import Section
+from rubato.sim.claims import Value
+from rubato.sim.hardware import Prices
+from rubato.sim.orchestrrl.drift import Drift, EngineUse, engines_of
+from rubato.sim.orchestrrl.generation import Arm, Pace, StepRun
+from rubato.sim.outcome import Cell, Plot, RunProgress, RunResult, Table
+from rubato.sim.rfabric import counts, fabrics
+from rubato.sim.rfabric.fabrics import FabricSpec, Iteration, case
+from rubato.sim.rfabric.job import TrainingSpec, place
+from rubato.sim.scenario import Scenario, ScenarioKind
 
 ARMS = ("neither", "compute", "fabric", "joint")
 
@@ -122,9 +122,7 @@ def _size(s: JointScenario, size: JointSize) -> JointDone:
     planned = _generation(s, size, engines, best, delay_s)
     fabric = case(place(size.training, size.model, s.gpu, size.gpus), size.fabric, s.seed)
     updates = size.training.updates
-    return JointDone(
-        best, still[best], planned, stages(fabrics.one_shot(fabric), updates), stages(fabrics.rfabric(fabric), updates)
-    )
+    return JointDone(best, still[best], planned, stages(fabrics.one_shot(fabric), updates), stages(fabrics.rfabric(fabric), updates))
 
 
 def _generation(
@@ -167,9 +165,7 @@ def _figures(done: JointDone) -> dict[str, Value]:
     }
 
 
-def _priced(
-    s: JointScenario, name: str, size: JointSize, done: JointDone
-) -> Iterator[tuple[str, int, str, float, float, float]]:
+def _priced(s: JointScenario, name: str, size: JointSize, done: JointDone) -> Iterator[tuple[str, int, str, float, float, float]]:
     """Generation is planned on every fabric alike, so that only the network differs."""
     job = place(size.training, size.model, s.gpu, size.gpus)
     for radix in size.radices:

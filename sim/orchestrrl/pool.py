@@ -4,12 +4,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from planning.makespan import Instance, Load
-from planning.parallelism import Change
-from planning.rebalance import RequestMove, moved
-from planning.roofline import Roofline
-from sim.engine_model import ModelledEngine
-from sim.timeline import SimEvent, Timeline
+from rubato.planning.makespan import Instance, Load
+from rubato.planning.parallelism import Change
+from rubato.planning.rebalance import RequestMove, moved
+from rubato.planning.roofline import Roofline
+from rubato.sim.engine_model import ModelledEngine
+from rubato.sim.timeline import SimEvent, Timeline
 
 UNSETTLED_S = 10.0
 """An instance that changed its degree is left alone for so long, as by the live orchestrator."""
@@ -118,10 +118,7 @@ class ElasticPool:
     def left(self) -> dict[str, tuple[str, int, int]]:
         """Of each response that is not done: its instance, tokens to come, and those whose KV is there or comes along."""
         found = {
-            name: (seat, *each)
-            for seat, here in self.seats.items()
-            for name, each in here.engine.left.items()
-            if name not in self._away
+            name: (seat, *each) for seat, here in self.seats.items() for name, each in here.engine.left.items() if name not in self._away
         }
         return found | {name: (self._at[name], left, held) for name, (_, left, held) in self._away.items() if left}
 
@@ -228,14 +225,8 @@ class ElasticPool:
             self._on(name, self._at[name], held[name])
 
     def _cost_s(self, old: Sequence[int], change: Regroup, tokens: int) -> float:
-        return max(
-            self.models[before].reconfigure_s(tokens, self.models[after])
-            for before in set(old)
-            for after, _ in change.parts
-        )
+        return max(self.models[before].reconfigure_s(tokens, self.models[after]) for before in set(old) for after, _ in change.parts)
 
     def _count(self, moves: int = 0, switches: int = 0, switch_s: float = 0.0, moved_bytes: float = 0.0) -> None:
         use = self.use
-        self.use = PoolUse(
-            use.moves + moves, use.switches + switches, use.switch_s + switch_s, use.moved_bytes + moved_bytes
-        )
+        self.use = PoolUse(use.moves + moves, use.switches + switches, use.switch_s + switch_s, use.moved_bytes + moved_bytes)

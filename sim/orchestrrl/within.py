@@ -5,15 +5,15 @@ from typing import Any
 
 from pydantic import Field
 
-from planning.hardware import GpuSpec
-from planning.language_model import ModelSpec
-from planning.roofline import Roofline
-from sim.claims import Value
-from sim.orchestrrl.drift import Drift, EngineUse, engines_of
-from sim.orchestrrl.generation import Arm, Pace, StepDone, StepRun
-from sim.orchestrrl.pool import Response
-from sim.outcome import Plot, RunProgress, RunResult, Table
-from sim.scenario import Scenario, ScenarioKind
+from rubato.planning.hardware import GpuSpec
+from rubato.planning.language_model import ModelSpec
+from rubato.planning.roofline import Roofline
+from rubato.sim.claims import Value
+from rubato.sim.orchestrrl.drift import Drift, EngineUse, engines_of
+from rubato.sim.orchestrrl.generation import Arm, Pace, StepDone, StepRun
+from rubato.sim.orchestrrl.pool import Response
+from rubato.sim.outcome import Plot, RunProgress, RunResult, Table
+from rubato.sim.scenario import Scenario, ScenarioKind
 
 WITHIN, KNOWING = Arm(name="within", within=True), Arm(name="oracle", within=True, knows=True)
 
@@ -76,20 +76,11 @@ def _late(batch: list[Response], early: float) -> list[Response]:
     ordered = sorted(batch, key=lambda each: (each.tokens, each.name))
     num = int(early * len(ordered))
     sampled = ordered[num - 1].tokens
-    return [
-        each._replace(shown=each.shown + sampled, tokens=each.tokens - sampled)
-        for each in ordered[num:]
-        if each.tokens > sampled
-    ]
+    return [each._replace(shown=each.shown + sampled, tokens=each.tokens - sampled) for each in ordered[num:] if each.tokens > sampled]
 
 
 def _figures(
-    begin: int,
-    early: Mapping[int, float],
-    late: Mapping[int, float],
-    whole: Mapping[int, StepDone],
-    switched: StepDone,
-    oracle: StepDone,
+    begin: int, early: Mapping[int, float], late: Mapping[int, float], whole: Mapping[int, StepDone], switched: StepDone, oracle: StepDone
 ) -> dict[str, Value]:
     figures: dict[str, Value] = {f"early_tp{degree}_s": seconds for degree, seconds in early.items()}
     figures |= {f"late_tp{degree}_s": seconds for degree, seconds in late.items()}

@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from math import inf
 
-from planning.demand import Links, Pair, heaviest_first
-from planning.topology import reserve
+from rubato.planning.demand import Links, Pair, heaviest_first
+from rubato.planning.topology import reserve
 
 
 def assignment(weights: Sequence[Sequence[float]]) -> list[int]:
@@ -75,9 +75,7 @@ def matching(demand: Mapping[Pair, int], ports: Sequence[int]) -> Links:
         for (a, b), size_bytes in demand.items():
             if free[a] and free[b]:
                 weights[a][b] = weights[b][a] = size_bytes / (links[a, b] + 1)
-        edges = [
-            (weights[a][b], (min(a, b), max(a, b))) for a, b in enumerate(assignment(weights)) if weights[a][b] > 0
-        ]
+        edges = [(weights[a][b], (min(a, b), max(a, b))) for a, b in enumerate(assignment(weights)) if weights[a][b] > 0]
         taken = [_take(links, free, pair) for _, pair in sorted(edges, key=lambda edge: (-edge[0], edge[1]))]
         if not any(taken):
             return tuple(sorted(links.elements()))

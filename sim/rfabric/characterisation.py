@@ -5,15 +5,15 @@ from typing import Any, NamedTuple
 
 from pydantic import Field
 
-from planning.hardware import GpuSpec
-from planning.language_model import BF16, ModelSpec
-from planning.roofline import Deployment, Roofline
-from runtime.config import Section
-from sim.claims import Value
-from sim.net.collectives import ring_all_reduce_s
-from sim.outcome import Cell, Plot, RunProgress, RunResult, Table
-from sim.rfabric.job import GRADIENT, TOKEN_AND_LOGPROB
-from sim.scenario import Scenario, ScenarioKind
+from rubato.planning.hardware import GpuSpec
+from rubato.planning.language_model import BF16, ModelSpec
+from rubato.planning.roofline import Deployment, Roofline
+from rubato.runtime.config import Section
+from rubato.sim.claims import Value
+from rubato.sim.net.collectives import ring_all_reduce_s
+from rubato.sim.outcome import Cell, Plot, RunProgress, RunResult, Table
+from rubato.sim.rfabric.job import GRADIENT, TOKEN_AND_LOGPROB
+from rubato.sim.scenario import Scenario, ScenarioKind
 
 
 class SplitJob(Section):
@@ -98,12 +98,8 @@ def windows(s: CharacterisationScenario) -> Mapping[str, TrafficWindow]:
         "gen_prefill_decode": TrafficWindow(generation / responses * job.engines, kv, "M2N", "ToR-Agg"),
         "train_tp": TrafficWindow(slot / (2 * layers * (passes - 1)), activation, "AllReduce", "HBD"),
         "train_pp": TrafficWindow(slot / 2, activation / tp, "P2P", "ToR-Agg"),
-        "train_dp": TrafficWindow(
-            update, GRADIENT * model.params / tp / job.train_servers, "AllReduce", "ToR-Agg-Core"
-        ),
-        "response_stream": TrafficWindow(
-            iteration / responses, job.response_tokens * TOKEN_AND_LOGPROB, "G2T", "ToR-Agg-Core"
-        ),
+        "train_dp": TrafficWindow(update, GRADIENT * model.params / tp / job.train_servers, "AllReduce", "ToR-Agg-Core"),
+        "response_stream": TrafficWindow(iteration / responses, job.response_tokens * TOKEN_AND_LOGPROB, "G2T", "ToR-Agg-Core"),
         "weight_sync": TrafficWindow(iteration, model.weight_bytes, "T2G", "ToR-Agg-Core"),
     }
 
@@ -144,16 +140,10 @@ def _notes(s: CharacterisationScenario) -> tuple[str, ...]:
 
 def _draw(figure: Any, s: CharacterisationScenario, found: Mapping[str, TrafficWindow]) -> None:
     ax = figure.subplots()
-    paper = {
-        claim.name.removesuffix("_s"): claim.paper
-        for claim in s.claims
-        if claim.name.endswith("_s") and claim.paper is not None
-    }
+    paper = {claim.name.removesuffix("_s"): claim.paper for claim in s.claims if claim.name.endswith("_s") and claim.paper is not None}
     names = [name for name in ORDER if name in found]
     ax.barh(names, [found[name].seconds for name in names], color="0.6", label="simulated")
-    ax.plot(
-        [paper[name] for name in names if name in paper], [name for name in names if name in paper], "kx", label="paper"
-    )
+    ax.plot([paper[name] for name in names if name in paper], [name for name in names if name in paper], "kx", label="paper")
     ax.axvline(s.ocs_s, color="k", linestyle=":", label="circuit switch")
     ax.set(xscale="log", xlabel="window, s")
     ax.legend(fontsize=7)

@@ -5,16 +5,16 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field
 
-from planning.hardware import GpuSpec
-from planning.language_model import ModelSpec
-from sim.claims import Value
-from sim.hardware import Prices
-from sim.outcome import Cell, Plot, RunProgress, RunResult, Table
-from sim.rfabric import fabrics
-from sim.rfabric.counts import FABRICS, FabricParts, FabricSize
-from sim.rfabric.fabrics import FabricSpec, case
-from sim.rfabric.job import Gpus, TrainingSpec, place
-from sim.scenario import Scenario, ScenarioKind
+from rubato.planning.hardware import GpuSpec
+from rubato.planning.language_model import ModelSpec
+from rubato.sim.claims import Value
+from rubato.sim.hardware import Prices
+from rubato.sim.outcome import Cell, Plot, RunProgress, RunResult, Table
+from rubato.sim.rfabric import fabrics
+from rubato.sim.rfabric.counts import FABRICS, FabricParts, FabricSize
+from rubato.sim.rfabric.fabrics import FabricSpec, case
+from rubato.sim.rfabric.job import Gpus, TrainingSpec, place
+from rubato.sim.scenario import Scenario, ScenarioKind
 
 Radix = Annotated[int, Field(ge=16, le=1024, multiple_of=16)]
 
@@ -79,9 +79,7 @@ def _iteration_s(s: CostScenario, key: Key) -> float:
 
 def _parts(s: CostScenario, key: Key, core_share: float) -> FabricParts:
     radix, gpus, name = key
-    return FABRICS[name](
-        FabricSize(gpus, radix, s.fabric.oversubscription, core_share, s.ocs_radix, s.gpu.gpus_per_server)
-    )
+    return FABRICS[name](FabricSize(gpus, radix, s.fabric.oversubscription, core_share, s.ocs_radix, s.gpu.gpus_per_server))
 
 
 COLUMNS = (
@@ -128,9 +126,7 @@ def _sensitivity(s: CostScenario) -> Table:
             for radix in s.radices:
                 for gpus in s.gpus:
                     tree = _parts(s, (radix, gpus, "fat-tree"), share).usd(prices)
-                    rows.append(
-                        (prices.name, share, radix, gpus, tree / _parts(s, (radix, gpus, "rfabric"), share).usd(prices))
-                    )
+                    rows.append((prices.name, share, radix, gpus, tree / _parts(s, (radix, gpus, "rfabric"), share).usd(prices)))
     return Table(("prices", "core_share", "radix", "gpus", "fat_tree_usd_per_rfabric_usd"), rows)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from math import ceil
 from typing import Final, NamedTuple
 
-from sim.hardware import Prices
+from rubato.sim.hardware import Prices
 
 
 class FabricSize(NamedTuple):
@@ -31,9 +31,7 @@ class FabricParts(NamedTuple):
 
     def usd(self, prices: Prices) -> float:
         """What it costs."""
-        return (
-            self.eps_ports * prices.eps_port + self.transceivers * prices.transceiver + self.ocs_ports * prices.ocs_port
-        )
+        return self.eps_ports * prices.eps_port + self.transceivers * prices.transceiver + self.ocs_ports * prices.ocs_port
 
 
 def clos(gpus: int, radix: int, oversubscription: int = 1) -> FabricParts:

@@ -5,16 +5,16 @@ from typing import Final, NamedTuple
 
 from pydantic import Field
 
-from planning.demand import Links, per_link
-from planning.pods import plan_pods
-from planning.switching import PhaseCost, schedule
-from planning.topology import direct
-from runtime.config import Section
-from sim.net.clos import ClosSpec, clos
-from sim.net.direct import DirectSpec, direct_network
-from sim.net.network import Network
-from sim.rfabric.iteration import PhaseTime, Traffic, demand, phase_time, traffic
-from sim.rfabric.job import PHASES, FabricJob, Phase
+from rubato.planning.demand import Links, per_link
+from rubato.planning.pods import plan_pods
+from rubato.planning.switching import PhaseCost, schedule
+from rubato.planning.topology import direct
+from rubato.runtime.config import Section
+from rubato.sim.net.clos import ClosSpec, clos
+from rubato.sim.net.direct import DirectSpec, direct_network
+from rubato.sim.net.network import Network
+from rubato.sim.rfabric.iteration import PhaseTime, Traffic, demand, phase_time, traffic
+from rubato.sim.rfabric.job import PHASES, FabricJob, Phase
 
 STAGE_WEIGHTS = (4, 16, 64)
 """Candidates beside the plain one wherever the execution's traffic is planned for; the fastest is taken.
@@ -93,9 +93,7 @@ def case(job: FabricJob, spec: FabricSpec, seed: int = 1) -> FabricCase:
     """With the traffic that the job has on it. Raises ValueError where the pods or racks don't hold whole servers."""
     per_server = job.gpu.gpus_per_server
     if spec.pod_nics % (spec.radix // 2) or spec.radix // 2 % per_server:
-        raise ValueError(
-            f"pods of {spec.pod_nics} NICs need racks of {spec.radix // 2} NICs, whole servers of {per_server}"
-        )
+        raise ValueError(f"pods of {spec.pod_nics} NICs need racks of {spec.radix // 2} NICs, whole servers of {per_server}")
     return FabricCase(job, spec, traffic(job, spec.pod_nics // per_server), seed)
 
 
@@ -141,9 +139,7 @@ def unweighted(case: FabricCase) -> Iteration:
     return rfabric(case._replace(stage_weights=()))
 
 
-def switched(
-    case: FabricCase, candidates: Sequence[Circuits], network: Callable[[FabricCase, Circuits], Network]
-) -> Iteration:
+def switched(case: FabricCase, candidates: Sequence[Circuits], network: Callable[[FabricCase, Circuits], Network]) -> Iteration:
     """The iteration with the candidate of each phase that the schedule takes, out of those planned for it or for all phases."""
     networks = [network(case, circuits) for circuits in candidates]
     times: dict[Phase, dict[int, PhaseTime]] = {
@@ -160,9 +156,7 @@ def switched(
     total = delay.drain_s + delay.control_s + delay.ocs_s + delay.relink_s
     never = float("inf")
     costs = {
-        phase: PhaseCost(
-            0.0, tuple(times[phase][k].seconds if k in times[phase] else never for k in range(len(candidates)))
-        )
+        phase: PhaseCost(0.0, tuple(times[phase][k].seconds if k in times[phase] else never for k in range(len(candidates))))
         for phase in PHASES
     }
     plan = schedule([costs[phase] for phase in sequence], total)

@@ -4,10 +4,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from sim.net.collectives import Transfer
-from sim.net.network import FlowsDone, Network, complete, flows
-from sim.rfabric import job as jobs
-from sim.rfabric.job import FabricJob, Operation, Phase
+from rubato.sim.net.collectives import Transfer
+from rubato.sim.net.network import FlowsDone, Network, complete, flows
+from rubato.sim.rfabric import job as jobs
+from rubato.sim.rfabric.job import FabricJob, Operation, Phase
 
 BACKGROUND = ("responses", "gen_")
 

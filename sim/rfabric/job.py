@@ -10,10 +10,10 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field
 
-from planning.hardware import GpuSpec
-from planning.language_model import BF16, ModelSpec
-from runtime.config import Section
-from sim.net.collectives import Transfer, all_to_all, chains, ring_all_reduce_s, ring_hop_bytes, rings
+from rubato.planning.hardware import GpuSpec
+from rubato.planning.language_model import BF16, ModelSpec
+from rubato.runtime.config import Section
+from rubato.sim.net.collectives import Transfer, all_to_all, chains, ring_all_reduce_s, ring_hop_bytes, rings
 
 GRADIENT = 4
 """Bytes of a gradient: Megatron's distributed optimizer reduces in FP32."""
@@ -154,9 +154,7 @@ def expert_transfers(job: FabricJob) -> list[Transfer]:
     """One dispatch or combine of one layer and micro-batch, in all groups at once: each token goes to its experts' servers."""
     spec = job.spec
     sent = job.tokens * job.model.hidden * BF16 * job.token_copies(spec.expert) * spec.skew
-    groups = [
-        [job.server(c, e, d, p) for e in range(spec.expert)] for c, d, p in _all(spec.context, job.data, spec.pipeline)
-    ]
+    groups = [[job.server(c, e, d, p) for e in range(spec.expert)] for c, d, p in _all(spec.context, job.data, spec.pipeline)]
     return list(all_to_all(groups, sent / spec.expert))
 
 
@@ -164,9 +162,7 @@ def context_transfers(job: FabricJob) -> list[Transfer]:
     """One step of ring attention in one layer, in all groups at once: a server's keys and values to the next."""
     spec = job.spec
     block = 2 * BF16 * job.model.kv_heads * job.model.head_dim * job.tokens
-    groups = [
-        [job.server(c, e, d, p) for c in range(spec.context)] for e, d, p in _all(spec.expert, job.data, spec.pipeline)
-    ]
+    groups = [[job.server(c, e, d, p) for c in range(spec.context)] for e, d, p in _all(spec.expert, job.data, spec.pipeline)]
     return list(rings(groups, block)) if spec.context > 1 else []
 
 
@@ -187,9 +183,7 @@ def gradient_transfers(job: FabricJob) -> list[Transfer]:
     dense = (model.params - model.routed_params) / spec.pipeline
     copies = list(_all(job.data, spec.context))
     narrow = [[job.server(c, e, d, p) for d, c in copies] for p, e in _all(spec.pipeline, spec.expert)]
-    wide = [
-        [job.server(c, e, d, p) for d, e, c in _all(job.data, spec.expert, spec.context)] for p in range(spec.pipeline)
-    ]
+    wide = [[job.server(c, e, d, p) for d, e, c in _all(job.data, spec.expert, spec.context)] for p in range(spec.pipeline)]
     found = list(rings(wide, ring_hop_bytes(len(wide[0]), dense * each)))
     return found + list(rings(narrow, ring_hop_bytes(len(copies), experts * each)))
 
@@ -252,11 +246,7 @@ def generation_operations(job: FabricJob, pods: Sequence[Sequence[int]]) -> list
     for pod in pods:
         prefill, decode = pod[: spec.prefill], pod[spec.prefill :]
         moved += _bipartite(prefill, decode, cache * len(pod) / (len(prefill) * max(1, len(decode))))
-    return [
-        ("gen_experts", 2 * layers, exchange),
-        ("gen_attention_ffn", layers, apart),
-        ("gen_prefill_decode", 1.0, moved),
-    ]
+    return [("gen_experts", 2 * layers, exchange), ("gen_attention_ffn", layers, apart), ("gen_prefill_decode", 1.0, moved)]
 
 
 def _bipartite(sources: Sequence[int], targets: Sequence[int], size_bytes: float) -> list[Transfer]:

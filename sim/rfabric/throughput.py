@@ -7,15 +7,15 @@ from typing import Any
 import numpy as np
 from pydantic import ValidationError, field_validator
 
-from planning.hardware import GpuSpec
-from planning.language_model import ModelSpec
-from runtime.config import Section
-from runtime.errors import ConfigError
-from sim.claims import Value
-from sim.outcome import Cell, LaneSpan, Plot, RunProgress, RunResult, Table
-from sim.rfabric.fabrics import FABRICS, FabricSpec, Iteration, case
-from sim.rfabric.job import Gpus, TrainingSpec, place
-from sim.scenario import Scenario, ScenarioKind
+from rubato.planning.hardware import GpuSpec
+from rubato.planning.language_model import ModelSpec
+from rubato.runtime.config import Section
+from rubato.runtime.errors import ConfigError
+from rubato.sim.claims import Value
+from rubato.sim.outcome import Cell, LaneSpan, Plot, RunProgress, RunResult, Table
+from rubato.sim.rfabric.fabrics import FABRICS, FabricSpec, Iteration, case
+from rubato.sim.rfabric.job import Gpus, TrainingSpec, place
+from rubato.sim.scenario import Scenario, ScenarioKind
 
 Found = Mapping[tuple[int, str], Iteration]
 """By GPUs and fabric."""
@@ -97,9 +97,7 @@ def run(scenario: ThroughputScenario, progress: RunProgress) -> RunResult:
         "sensitivity": Table(("variation", "fat_tree_s", *scenario.fabrics), rows),
     }  # fmt: skip
     plots = {"throughput": Plot("Throughput relative to the fat-tree", lambda f: _draw(f, scenario, found))}
-    return RunResult(
-        dict(_figures(scenario, found)), outcome_tables, plots, list(_spans(found)), _notes(scenario, found)
-    )
+    return RunResult(dict(_figures(scenario, found)), outcome_tables, plots, list(_spans(found)), _notes(scenario, found))
 
 
 def _phases(found: Found) -> Table:
@@ -167,9 +165,7 @@ def _notes(scenario: ThroughputScenario, found: Found) -> tuple[str, ...]:
     for gpus in scenario.gpus:
         job = place(scenario.job, scenario.model, scenario.gpu, gpus)
         trains = job.train_servers * job.gpu.gpus_per_server
-        said.append(
-            f"{gpus} GPUs: {trains} train ({job.data} replicas, {job.micro_batches} micro-batches), the rest generates."
-        )
+        said.append(f"{gpus} GPUs: {trains} train ({job.data} replicas, {job.micro_batches} micro-batches), the rest generates.")
     if any(name == "rfabric" for _, name in found):
         first = found[scenario.gpus[0], "rfabric"]
         ports = max((circuits.core_ports for circuits in first.topology.values()), default=0)
@@ -187,9 +183,7 @@ def _spans(found: Found) -> Iterator[LaneSpan]:
                 yield LaneSpan(f"{gpus} GPUs", name, "circuits change", now, change)
                 now += change
             topology = iteration.topology[phase].name if phase in iteration.topology else "static"
-            yield LaneSpan(
-                f"{gpus} GPUs", name, phase, now, time.seconds, {"topology": topology, "network_s": time.network_s}
-            )
+            yield LaneSpan(f"{gpus} GPUs", name, phase, now, time.seconds, {"topology": topology, "network_s": time.network_s})
             now += time.seconds
 
 

@@ -5,14 +5,14 @@ from typing import Any
 
 from pydantic import Field, PositiveInt
 
-from planning.hardware import GpuSpec
-from runtime.config import Section
-from sim.cluster import PoolSpec
-from sim.distribution import Constant
-from sim.outcome import Cell, Plot, RunProgress, RunResult, Table
-from sim.rollart.batch import BatchRun
-from sim.scenario import Scenario, ScenarioKind
-from sim.workload import Episode, TaskSpec, episode, task_of
+from rubato.planning.hardware import GpuSpec
+from rubato.runtime.config import Section
+from rubato.sim.cluster import PoolSpec
+from rubato.sim.distribution import Constant
+from rubato.sim.outcome import Cell, Plot, RunProgress, RunResult, Table
+from rubato.sim.rollart.batch import BatchRun
+from rubato.sim.scenario import Scenario, ScenarioKind
+from rubato.sim.workload import Episode, TaskSpec, episode, task_of
 
 
 class Cluster(Section):
@@ -81,9 +81,7 @@ def run(scenario: Affinity, progress: RunProgress) -> RunResult:
 
 def crossing(prompts: Sequence[int], ratios: Sequence[float]) -> float:
     """The prompt length at which the ratio passes 1, straight between two points; infinity where it does not."""
-    for (low, before), (high, after) in zip(
-        zip(prompts, ratios, strict=True), list(zip(prompts, ratios, strict=True))[1:], strict=False
-    ):
+    for (low, before), (high, after) in zip(zip(prompts, ratios, strict=True), list(zip(prompts, ratios, strict=True))[1:], strict=False):
         if before > 1 >= after:
             return low + (high - low) * (before - 1) / (before - after)
     return 0.0 if ratios[0] <= 1 else float("inf")
@@ -102,9 +100,7 @@ def _single(prompt: int, sampled: int) -> TaskSpec:
 
 def _on_both(scenario: Affinity, task: TaskSpec) -> tuple[float, float]:
     episodes = [episode(task, scenario.seed, f"t{number}") for number in range(scenario.trajectories)]
-    compute, bandwidth = (
-        BatchRun((pool,)).trajectories(episodes).seconds for pool in (scenario.compute, scenario.bandwidth)
-    )
+    compute, bandwidth = (BatchRun((pool,)).trajectories(episodes).seconds for pool in (scenario.compute, scenario.bandwidth))
     return compute, bandwidth
 
 

@@ -5,10 +5,10 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
-from sim.cluster import PoolSpec, affinity_of, engines_of, manager_of
-from sim.manager_model import Played, RolloutFailed, Scores, TurnRequest
-from sim.timeline import SimProcess, Timeline
-from sim.workload import Episode
+from rubato.sim.cluster import PoolSpec, affinity_of, engines_of, manager_of
+from rubato.sim.manager_model import Played, RolloutFailed, Scores, TurnRequest
+from rubato.sim.timeline import SimProcess, Timeline
+from rubato.sim.workload import Episode
 
 
 class BatchDone(NamedTuple):
@@ -32,9 +32,7 @@ class BatchRun:
         """Trajectories are scored by `score` and not as their task says."""
         self.manager = replace(self.manager, score=score)
 
-    def trajectories(
-        self, episodes: Sequence[Episode], enough: int | None = None, concurrency: int | None = None
-    ) -> BatchDone:
+    def trajectories(self, episodes: Sequence[Episode], enough: int | None = None, concurrency: int | None = None) -> BatchDone:
         """Each goes on by itself, `concurrency` at once (None: all). The batch ends when `enough` have, None means all.
 
         One that gives up has ended too, and is not among the played.
@@ -80,9 +78,7 @@ class BatchRun:
                 shown, sampled, _ = episodes[number].turns[turn]
                 request = TurnRequest(f"t{number}")
                 task = episodes[number].task
-                asked.append(
-                    timeline.start(self.manager.proxy.generate(request, contexts[number] + shown, sampled, task))
-                )
+                asked.append(timeline.start(self.manager.proxy.generate(request, contexts[number] + shown, sampled, task)))
                 contexts[number] += shown + sampled
             for process in asked:
                 await process.ended

@@ -23,24 +23,24 @@ from typing import NamedTuple, Self
 
 from pydantic import Field, model_validator
 
-from actors.samples.group import GroupLimits
-from actors.samples.groups import Groups
-from planning.advice import advise
-from planning.hardware import GpuSpec
-from planning.language_model import ModelSpec
-from planning.roofline import Deployment
-from runtime.config import Section
-from sim.admission.job import RuledGroups
-from sim.admission.rules import AdmissionRule, ArealRule, RollRule
-from sim.advice import view_of
-from sim.cluster import ClusterCosts, ClusterJobSpec, PoolSpec, cluster_job
-from sim.job import Environments
-from sim.outcome import Cell, RunProgress, RunResult, Table
-from sim.rollart.batch import BatchRun
-from sim.scenario import Scenario, ScenarioKind
-from sim.training_model import TrainerSpec
-from sim.weight_sync import Measured, StoreSync
-from sim.workload import Episode, TaskSpec, episode, task_of
+from rubato.actors.samples.group import GroupLimits
+from rubato.actors.samples.groups import Groups
+from rubato.planning.advice import advise
+from rubato.planning.hardware import GpuSpec
+from rubato.planning.language_model import ModelSpec
+from rubato.planning.roofline import Deployment
+from rubato.runtime.config import Section
+from rubato.sim.admission.job import RuledGroups
+from rubato.sim.admission.rules import AdmissionRule, ArealRule, RollRule
+from rubato.sim.advice import view_of
+from rubato.sim.cluster import ClusterCosts, ClusterJobSpec, PoolSpec, cluster_job
+from rubato.sim.job import Environments
+from rubato.sim.outcome import Cell, RunProgress, RunResult, Table
+from rubato.sim.rollart.batch import BatchRun
+from rubato.sim.scenario import Scenario, ScenarioKind
+from rubato.sim.training_model import TrainerSpec
+from rubato.sim.weight_sync import Measured, StoreSync
+from rubato.sim.workload import Episode, TaskSpec, episode, task_of
 
 JOBS = ("areal", "rollart", "areal_rule", "rollart_rule")
 """Those that never stop to roll out."""
@@ -212,9 +212,7 @@ def _ruled(rule: AdmissionRule, limits: GroupLimits, alpha: int) -> Groups:
 def run(scenario: EndToEnd, progress: RunProgress) -> RunResult:
     rows: list[tuple[Cell, ...]] = []
     figures: dict[str, float | bool] = {}
-    notes = [
-        "Time to score is held to go with the time of a step: nothing is learned here, so that all need the same steps."
-    ]
+    notes = ["Time to score is held to go with the time of a step: nothing is learned here, so that all need the same steps."]
     total = len(scenario.models) * len(SYSTEMS)
     for name, size in scenario.models.items():
         arm, step_s = SystemArm(scenario, size), {}

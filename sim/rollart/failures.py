@@ -9,14 +9,14 @@ from statistics import fmean
 
 from pydantic import Field
 
-from actors.envs.section import EnvSection
-from sim.cluster import PoolSpec
-from sim.distribution import Constant
-from sim.outcome import Cell, RunProgress, RunResult, Table
-from sim.rollart.batch import BatchDone, BatchRun
-from sim.scenario import Scenario, ScenarioKind
-from sim.training_model import TrainerSpec
-from sim.workload import Episode, TaskSpec, episode
+from rubato.actors.envs.section import EnvSection
+from rubato.sim.cluster import PoolSpec
+from rubato.sim.distribution import Constant
+from rubato.sim.outcome import Cell, RunProgress, RunResult, Table
+from rubato.sim.rollart.batch import BatchDone, BatchRun
+from rubato.sim.scenario import Scenario, ScenarioKind
+from rubato.sim.training_model import TrainerSpec
+from rubato.sim.workload import Episode, TaskSpec, episode
 
 LONG_S = 1e4
 """A hang that outlasts every other trajectory: what is left of the batch then runs alone."""

@@ -6,14 +6,14 @@ from typing import Any, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
-from planning.roofline import Deployment
-from runtime.config import Section
-from sim.cluster import PoolSpec
-from sim.disaggregated import DisaggregatedProxy
-from sim.outcome import Cell, Plot, RunProgress, RunResult, Table
-from sim.rollart.batch import BatchRun
-from sim.scenario import Scenario, ScenarioKind
-from sim.workload import Episode, TaskSpec, episode, task_of
+from rubato.planning.roofline import Deployment
+from rubato.runtime.config import Section
+from rubato.sim.cluster import PoolSpec
+from rubato.sim.disaggregated import DisaggregatedProxy
+from rubato.sim.outcome import Cell, Plot, RunProgress, RunResult, Table
+from rubato.sim.rollart.batch import BatchRun
+from rubato.sim.scenario import Scenario, ScenarioKind
+from rubato.sim.workload import Episode, TaskSpec, episode, task_of
 
 
 class Nodes(Section):
@@ -52,7 +52,7 @@ class PrefillDecode(Scenario):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if max(self.prefill_nodes) >= self.nodes:
-            raise ValueError("each of prefill_nodes must be fewer than nodes: who prefilled needs somebody to decode")
+            raise ValueError("each of prefill_nodes must be fewer than nodes: some nodes have to decode")
         return self
 
 
@@ -102,16 +102,11 @@ def _seconds(scenario: PrefillDecode, pools: tuple[PoolSpec, ...], episodes: Seq
     return batch.trajectories(episodes, enough=scenario.counted, concurrency=scenario.concurrency).seconds
 
 
-def _flip(
-    scenario: PrefillDecode, figures: dict[str, float | bool], rows: list[tuple[Cell, ...]]
-) -> list[tuple[float, str]]:
+def _flip(scenario: PrefillDecode, figures: dict[str, float | bool], rows: list[tuple[Cell, ...]]) -> list[tuple[float, str]]:
     """The load's first half is of one task, its second of another; every fixed split and the planner play all of it."""
     flip = scenario.flip
     half = flip.rollouts // 2
-    episodes = [
-        episode(flip.first if number < half else flip.then, scenario.seed, f"f{number}")
-        for number in range(flip.rollouts)
-    ]
+    episodes = [episode(flip.first if number < half else flip.then, scenario.seed, f"f{number}") for number in range(flip.rollouts)]
     pools = (PoolSpec(name="engine", engine=flip.engine, count=flip.engines),)
     seconds: dict[str, float] = {}
     changes: list[tuple[float, str]] = []

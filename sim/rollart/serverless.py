@@ -5,18 +5,18 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from planning.autoscale import PoolBounds
-from planning.roofline import Deployment, Roofline
-from sim.cluster import PoolSpec, engines_of
-from sim.distribution import Distribution
-from sim.manager_model import TurnRequest
-from sim.outcome import Cell, RunProgress, RunResult, Table
-from sim.proxy_model import ModelledProxy
-from sim.reward_model import ElasticWorkers
-from sim.rollart.batch import BatchRun
-from sim.scenario import Scenario, ScenarioKind
-from sim.timeline import Timeline
-from sim.workload import Episode, TaskSpec, chance_of, episode
+from rubato.planning.autoscale import PoolBounds
+from rubato.planning.roofline import Deployment, Roofline
+from rubato.sim.cluster import PoolSpec, engines_of
+from rubato.sim.distribution import Distribution
+from rubato.sim.manager_model import TurnRequest
+from rubato.sim.outcome import Cell, RunProgress, RunResult, Table
+from rubato.sim.proxy_model import ModelledProxy
+from rubato.sim.reward_model import ElasticWorkers
+from rubato.sim.rollart.batch import BatchRun
+from rubato.sim.scenario import Scenario, ScenarioKind
+from rubato.sim.timeline import Timeline
+from rubato.sim.workload import Episode, TaskSpec, chance_of, episode
 
 
 class Serverless(Scenario):
@@ -51,7 +51,7 @@ class Rewards:
 
 
 class OwnGpus(Rewards):
-    """Engines of its own, at the head of the queue to whoever comes first."""
+    """Engines of its own; each goes to the first request of the queue."""
 
     def __init__(self, scenario: Serverless, timeline: Timeline) -> None:
         super().__init__(scenario)

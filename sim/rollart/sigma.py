@@ -5,12 +5,12 @@ from typing import Any
 
 from pydantic import Field, NonNegativeFloat
 
-from sim.cluster import PoolSpec
-from sim.distribution import Constant, Normal
-from sim.outcome import Cell, Plot, RunProgress, RunResult, Table
-from sim.rollart.batch import BatchRun
-from sim.scenario import Scenario, ScenarioKind
-from sim.workload import TaskSpec, episode
+from rubato.sim.cluster import PoolSpec
+from rubato.sim.distribution import Constant, Normal
+from rubato.sim.outcome import Cell, Plot, RunProgress, RunResult, Table
+from rubato.sim.rollart.batch import BatchRun
+from rubato.sim.scenario import Scenario, ScenarioKind
+from rubato.sim.workload import TaskSpec, episode
 
 
 class Sigma(Scenario):

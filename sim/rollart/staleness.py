@@ -5,12 +5,12 @@ from typing import Any, Self
 
 from pydantic import Field, NonNegativeInt, model_validator
 
-from planning.advice import advise
-from sim.advice import view_of
-from sim.cluster import ClusterJobSpec, cluster_job
-from sim.job import JobStep
-from sim.outcome import Cell, LaneSpan, Plot, RunProgress, RunResult, Table
-from sim.scenario import Scenario, ScenarioKind
+from rubato.planning.advice import advise
+from rubato.sim.advice import view_of
+from rubato.sim.cluster import ClusterJobSpec, cluster_job
+from rubato.sim.job import JobStep
+from rubato.sim.outcome import Cell, LaneSpan, Plot, RunProgress, RunResult, Table
+from rubato.sim.scenario import Scenario, ScenarioKind
 
 
 class Staleness(Scenario):

@@ -8,11 +8,11 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from planning.language_model import ModelSpec
-from runtime.config import Section
-from sim.outcome import Cell, RunProgress, RunResult, Table
-from sim.scenario import Scenario, ScenarioKind
-from sim.weight_sync import Measured, StoreSync
+from rubato.planning.language_model import ModelSpec
+from rubato.runtime.config import Section
+from rubato.sim.outcome import Cell, RunProgress, RunResult, Table
+from rubato.sim.scenario import Scenario, ScenarioKind
+from rubato.sim.weight_sync import Measured, StoreSync
 
 
 class ServedModel(Section):
@@ -50,9 +50,7 @@ class WeightPull(Scenario):
 
 
 def run(scenario: WeightPull, progress: RunProgress) -> RunResult:
-    sync = StoreSync(
-        push_bytes_s=scenario.push.bytes_s, pull_bytes_s=scenario.pull.bytes_s, load_bytes_s=scenario.load.bytes_s
-    )
+    sync = StoreSync(push_bytes_s=scenario.push.bytes_s, pull_bytes_s=scenario.pull.bytes_s, load_bytes_s=scenario.load.bytes_s)
     row = scenario.calibrated_on
     share = row.exposed_s / row.pull_s
     rows: list[tuple[Cell, ...]] = []

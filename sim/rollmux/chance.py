@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 
 from pydantic import Field
 
-from planning.coexecution import CHANCE_WINDOW, CoexecutionGroup, SharedCluster, phased
-from planning.round_robin import StepTimes, slowdowns
-from sim.outcome import Cell, Plot, RunProgress, RunResult, Table
-from sim.rollmux.multiplexed import Arrival, MultiplexedRun, PoolsSpec
-from sim.rollmux.philly import PhillyJobs, TableRow, arrivals
-from sim.rollmux.policies import Alone, Planned
-from sim.rollpacker.rollout import LengthModel
-from sim.scenario import Scenario, ScenarioKind
+from rubato.planning.coexecution import CHANCE_WINDOW, CoexecutionGroup, SharedCluster, phased
+from rubato.planning.round_robin import StepTimes, slowdowns
+from rubato.sim.outcome import Cell, Plot, RunProgress, RunResult, Table
+from rubato.sim.rollmux.multiplexed import Arrival, MultiplexedRun, PoolsSpec
+from rubato.sim.rollmux.philly import PhillyJobs, TableRow, arrivals
+from rubato.sim.rollmux.policies import Alone, Planned
+from rubato.sim.rollpacker.rollout import LengthModel
+from rubato.sim.scenario import Scenario, ScenarioKind
 
 STEPS = 128
 """That the rates of a group are averaged over."""
@@ -50,23 +50,12 @@ class StepShares(NamedTuple):
 class ActualSteps:
     """What jobs take in truth, which no planner is told but for the steps that it has seen."""
 
-    def __init__(
-        self,
-        scenario: Chance,
-        cluster: SharedCluster,
-        jobs: Sequence[Arrival],
-        laws: Mapping[str, Sequence[StepShares]],
-    ) -> None:
+    def __init__(self, scenario: Chance, cluster: SharedCluster, jobs: Sequence[Arrival], laws: Mapping[str, Sequence[StepShares]]) -> None:
         self._seed = scenario.seed
         self._cluster = cluster
-        self._batches = {
-            each.job.name: laws[Random(f"{scenario.seed}/{each.job.name}").choice(sorted(laws))] for each in jobs
-        }
+        self._batches = {each.job.name: laws[Random(f"{scenario.seed}/{each.job.name}").choice(sorted(laws))] for each in jobs}
         self.arrivals = [
-            each._replace(
-                job=each.job._replace(seen=self._steps(each.job.name, each.job.longest, scenario.seen, "seen"))
-            )
-            for each in jobs
+            each._replace(job=each.job._replace(seen=self._steps(each.job.name, each.job.longest, scenario.seen, "seen"))) for each in jobs
         ]
         self.windows = self.kept = 0
 
@@ -99,9 +88,7 @@ def _batches(law: LengthModel, responses: int, seed: str) -> list[StepShares]:
 def run(scenario: Chance, progress: RunProgress) -> RunResult:
     residents = scenario.setting.residents
     jobs = arrivals(scenario.trace, scenario.setting, scenario.seed)
-    laws = {
-        name: _batches(law, scenario.responses, f"{scenario.seed}/{name}") for name, law in scenario.lengths.items()
-    }
+    laws = {name: _batches(law, scenario.responses, f"{scenario.seed}/{name}") for name, law in scenario.lengths.items()}
     figures: dict[str, float | bool] = {}
     rows: list[tuple[Cell, ...]] = []
     worst = scenario.pools.cluster(residents)
@@ -125,9 +112,7 @@ def run(scenario: Chance, progress: RunProgress) -> RunResult:
         figures=figures,
         tables={"cost": Table(columns, rows)},
         plots={"cost": Plot("Planned by what was seen", lambda figure: _bars(figure, rows))},
-        notes=(
-            "attained: jobs whose whole time kept their bound, against the same steps alone; windows of 16 steps likewise",
-        ),
+        notes=("attained: jobs whose whole time kept their bound, against the same steps alone; windows of 16 steps likewise",),
     )
 
 

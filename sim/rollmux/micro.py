@@ -7,12 +7,12 @@ from typing import Any
 
 from pydantic import Field
 
-from planning.coexecution import CoexecutionGroup, JobProfile, SharedCluster, admit, phased, place
-from planning.round_robin import meta_iteration_s
-from runtime.config import Section
-from sim.outcome import Cell, Plot, RunProgress, RunResult, Table
-from sim.rollmux.multiplexed import JobSize, PoolsSpec, certain_rates
-from sim.scenario import Scenario, ScenarioKind
+from rubato.planning.coexecution import CoexecutionGroup, JobProfile, SharedCluster, admit, phased, place
+from rubato.planning.round_robin import meta_iteration_s
+from rubato.runtime.config import Section
+from rubato.sim.outcome import Cell, Plot, RunProgress, RunResult, Table
+from rubato.sim.rollmux.multiplexed import JobSize, PoolsSpec, certain_rates
+from rubato.sim.scenario import Scenario, ScenarioKind
 
 
 class MicroJob(Section):
@@ -98,10 +98,8 @@ def cost_ratio(groups: Sequence[CoexecutionGroup], cluster: SharedCluster) -> fl
 
 
 def _rollout_load(group: CoexecutionGroup) -> float:
-    """What the busiest rollout node would have to do were nobody slowed, over the time that there is."""
-    return max(
-        math.fsum(p.job.rollout_s / sum(p.job.longest) for p in group.jobs if node in p.nodes) for node in group.nodes
-    )
+    """Load of the busiest rollout node if no job were slowed, over the time that there is."""
+    return max(math.fsum(p.job.rollout_s / sum(p.job.longest) for p in group.jobs if node in p.nodes) for node in group.nodes)
 
 
 def _meta_iteration_s(group: CoexecutionGroup, cluster: SharedCluster) -> float:

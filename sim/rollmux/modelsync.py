@@ -4,11 +4,11 @@ from typing import Any, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
-from planning.hardware import GpuSpec
-from planning.language_model import ModelSpec
-from sim.outcome import Cell, Plot, RunProgress, RunResult, Table
-from sim.scenario import Scenario, ScenarioKind
-from sim.weight_sync import CrossLink, Measured
+from rubato.planning.hardware import GpuSpec
+from rubato.planning.language_model import ModelSpec
+from rubato.sim.outcome import Cell, Plot, RunProgress, RunResult, Table
+from rubato.sim.scenario import Scenario, ScenarioKind
+from rubato.sim.weight_sync import CrossLink, Measured
 
 
 class ModelSync(Scenario):
@@ -58,9 +58,7 @@ def run(scenario: ModelSync, progress: RunProgress) -> RunResult:
         figures=figures,
         tables={"phases": Table(("model", "gpus", "system", "bytes", "seconds"), rows)},
         plots={"modelsync": Plot("Model sync (simulated)", lambda figure: _bars(figure, rows))},
-        notes=(
-            f"{rates}; one stream per pair of GPUs is read from the bars themselves, and alone makes them possible",
-        ),
+        notes=(f"{rates}; one stream per pair of GPUs is read from the bars themselves, and alone makes them possible",),
     )
 
 

@@ -1,6 +1,6 @@
 """Jobs that come, share nodes as some policy says, and go: what they cost, and which of them kept their bound.
 
-A job has steps to do, so whoever slows it pays for its nodes longer. Between two arrivals or departures the groups stay as they are, and
+A job has its steps to do, so one that is slowed pays longer. Between two arrivals or departures the groups stay as they are, and
 each job gets on at the rate of its group's simulated round-robin.
 """
 
@@ -10,10 +10,10 @@ from typing import NamedTuple, Protocol
 
 from pydantic import Field
 
-from planning.coexecution import CoexecutionGroup, JobProfile, NodePool, SharedCluster, phased
-from planning.hardware import GpuSpec
-from planning.round_robin import StepTimes, slowdowns
-from runtime.config import Section
+from rubato.planning.coexecution import CoexecutionGroup, JobProfile, NodePool, SharedCluster, phased
+from rubato.planning.hardware import GpuSpec
+from rubato.planning.round_robin import StepTimes, slowdowns
+from rubato.runtime.config import Section
 
 HOUR_S = 3600.0
 WINDOWS = 12
@@ -126,9 +126,7 @@ def mean_slowdowns(
 class MultiplexedRun:
     """`arrivals` in order of time. Every job is placed at once: the cluster must have nodes enough."""
 
-    def __init__(
-        self, arrivals: Sequence[Arrival], policy: SharingPolicy, cluster: SharedCluster, rates: Rates | None = None
-    ) -> None:
+    def __init__(self, arrivals: Sequence[Arrival], policy: SharingPolicy, cluster: SharedCluster, rates: Rates | None = None) -> None:
         self._arrivals = arrivals
         self._policy = policy
         self._cluster = cluster
@@ -162,9 +160,7 @@ class MultiplexedRun:
                 self._become(self._policy.departed(self._groups, name, self._left))
         seconds = self._now - self._arrivals[0].at_s
         attained = sum(took[name] <= by_name[name].job.slo * (1 + 1e-6) for name in took) / len(took)
-        return Multiplexed(
-            self._usd, seconds, took, attained, self._peak, self._rollout_s / seconds, self._train_s / seconds
-        )
+        return Multiplexed(self._usd, seconds, took, attained, self._peak, self._rollout_s / seconds, self._train_s / seconds)
 
     def _until(self, when: float) -> None:
         elapsed = when - self._now

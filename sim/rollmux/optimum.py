@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import Final, NamedTuple
 
-from planning.coexecution import CLOSE, CoexecutionGroup, JobProfile, PinnedJob, SharedCluster, keeps, train_bytes
-from sim.rollmux.multiplexed import Groups
+from rubato.planning.coexecution import CLOSE, CoexecutionGroup, JobProfile, PinnedJob, SharedCluster, keeps, train_bytes
+from rubato.sim.rollmux.multiplexed import Groups
 
 MOST_LOOKS: Final = 4_000
 
@@ -85,7 +85,7 @@ class Optimum:
 
 
 class BlockSearch:
-    """The cheapest group of given jobs that keep their bounds whoever leaves, as the planner demands. Jobs that don't get along with a
+    """The cheapest group of given jobs that keep their bounds whichever leaves, as the planner demands. Jobs that don't get along with a
     rollout node each are taken not to get along on fewer."""
 
     def __init__(self, cluster: SharedCluster) -> None:

@@ -7,14 +7,14 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from planning.coexecution import JobProfile
-from runtime.config import Section
-from sim.distribution import LogNormal, Uniform
-from sim.outcome import Cell, Plot, RunProgress, RunResult, Table
-from sim.rollmux.multiplexed import HOUR_S, Arrival, JobSize, Multiplexed, MultiplexedRun, PoolsSpec
-from sim.rollmux.optimum import BlockSearch, Optimum
-from sim.rollmux.policies import Alone, MostIdle, Planned, RandomGroup, Regrouped
-from sim.scenario import Scenario, ScenarioKind
+from rubato.planning.coexecution import JobProfile
+from rubato.runtime.config import Section
+from rubato.sim.distribution import LogNormal, Uniform
+from rubato.sim.outcome import Cell, Plot, RunProgress, RunResult, Table
+from rubato.sim.rollmux.multiplexed import HOUR_S, Arrival, JobSize, Multiplexed, MultiplexedRun, PoolsSpec
+from rubato.sim.rollmux.optimum import BlockSearch, Optimum
+from rubato.sim.rollmux.policies import Alone, MostIdle, Planned, RandomGroup, Regrouped
+from rubato.sim.scenario import Scenario, ScenarioKind
 
 SizeName = Literal["small", "medium", "large"]
 
@@ -73,16 +73,12 @@ def run(scenario: Philly, progress: RunProgress) -> RunResult:
         optimum, found = _runs(scenario, setting, blocks)
         best = next(iter(found.values()))[0]
         for name, runs in found.items():
-            ratio, attained = (
-                fmean(values) for values in zip(*((m.usd / best.usd, m.attained) for m in runs), strict=True)
-            )
+            ratio, attained = (fmean(values) for values in zip(*((m.usd / best.usd, m.attained) for m in runs), strict=True))
             slowdown = fmean(each for m in runs for each in m.slowdown.values())
             usd, peak = fmean(m.usd_hour for m in runs), max(m.peak_usd_hour for m in runs)
             rows.append((setting.name, name, ratio, attained, usd, peak, slowdown))
             figures |= {f"{setting.name}_{name}": ratio, f"{setting.name}_{name}_attained": attained}
-        figures[f"{setting.name}_ordered"] = _rises(
-            [figures[f"{setting.name}_{n}"] for n in ("regrouped", "greedy", "random")]
-        )
+        figures[f"{setting.name}_ordered"] = _rises([figures[f"{setting.name}_{n}"] for n in ("regrouped", "greedy", "random")])
         figures[f"{setting.name}_exact"] = fmean(each.exact for each in optimum.partitions)
     columns = ("setting", "scheduler", "cost_over_optimum", "attained", "usd_hour", "peak_usd_hour", "slowdown")
     return RunResult(
@@ -93,14 +89,12 @@ def run(scenario: Philly, progress: RunProgress) -> RunResult:
             "optimum: at every arrival and departure all running jobs are put together anew, for nothing; "
             f"{min(value for name, value in figures.items() if name.endswith('_exact')):.1%} of its partitions or more are exact, "
             "a lower bound stands for the rest",
-            "a job has its steps to do, so whoever slows it pays for its nodes longer",
+            "a job has its steps to do, so one that is slowed pays for its nodes longer",
         ),
     )
 
 
-def _runs(
-    scenario: Philly, setting: TableRow, blocks: BlockSearch
-) -> tuple[Optimum, Mapping[str, Sequence[Multiplexed]]]:
+def _runs(scenario: Philly, setting: TableRow, blocks: BlockSearch) -> tuple[Optimum, Mapping[str, Sequence[Multiplexed]]]:
     """By scheduler; the optimum first."""
     cluster = scenario.pools.cluster(setting.residents)
     jobs = arrivals(scenario.trace, setting, scenario.seed)

@@ -2,23 +2,13 @@
 
 from random import Random
 
-from planning.coexecution import (
-    CoexecutionGroup,
-    JobProfile,
-    PlacementPlan,
-    SharedCluster,
-    admit,
-    busiest,
-    depart,
-    place,
-    room,
-)
-from planning.regrouping import settled
-from sim.rollmux.multiplexed import Groups
+from rubato.planning.coexecution import CoexecutionGroup, JobProfile, PlacementPlan, SharedCluster, admit, busiest, depart, place, room
+from rubato.planning.regrouping import settled
+from rubato.sim.rollmux.multiplexed import Groups
 
 
 class Departing:
-    """Whoever leaves frees the nodes that nobody else is pinned to."""
+    """A job that leaves frees the nodes that no other is pinned to."""
 
     def __init__(self, cluster: SharedCluster) -> None:
         self.cluster = cluster
@@ -38,7 +28,7 @@ class Planned(Departing):
 
 
 class Regrouped(Planned):
-    """The same, and after each arrival and departure jobs move where that pays; whoever moves starts cold."""
+    """The same, and after each arrival and departure jobs move where that pays; one that moves starts cold."""
 
     def arrived(self, groups: Groups, job: JobProfile, left_s: dict[str, float]) -> Groups:
         return self._settled(super().arrived(groups, job, left_s), left_s)

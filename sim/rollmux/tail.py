@@ -8,14 +8,14 @@ from typing import Any
 
 from pydantic import Field
 
-from planning.roofline import Deployment, Roofline
-from runtime.config import Section
-from sim.engine_model import ModelledEngine
-from sim.outcome import Cell, LaneSpan, Plot, RunProgress, RunResult, Table
-from sim.rollpacker.rollout import PROMPT_TOKENS, LengthModel
-from sim.scenario import Scenario, ScenarioKind
-from sim.timeline import SimEvent, Timeline
-from sim.training_model import TrainerSpec
+from rubato.planning.roofline import Deployment, Roofline
+from rubato.runtime.config import Section
+from rubato.sim.engine_model import ModelledEngine
+from rubato.sim.outcome import Cell, LaneSpan, Plot, RunProgress, RunResult, Table
+from rubato.sim.rollpacker.rollout import PROMPT_TOKENS, LengthModel
+from rubato.sim.scenario import Scenario, ScenarioKind
+from rubato.sim.timeline import SimEvent, Timeline
+from rubato.sim.training_model import TrainerSpec
 
 
 class TailJob(Section):
@@ -199,18 +199,13 @@ def run(scenario: TailMigration, progress: RunProgress) -> RunResult:
         plain, moved = (arm.run() for arm in arms)
         spans += [span for arm in arms for span in arm.spans]
         gain = figures["_".join(pair)] = _gain(plain, moved)
-        rows += [
-            ("+".join(pair), name, *seconds, gain) for name, *seconds in zip(pair, solo, plain, moved, strict=True)
-        ]
+        rows += [("+".join(pair), name, *seconds, gain) for name, *seconds in zip(pair, solo, plain, moved, strict=True)]
     gains = {pair: figures["_".join(pair)] for pair in scenario.pairs}
     figures |= _orders(gains)
     columns = ("pair", "job", "solo_s", "shared_s", "migrating_s", "gain")
     return RunResult(
         figures=figures,
-        tables={
-            "phases": Table(columns, rows),
-            "sensitivity": Table(("pair", "responses", "gain"), list(_swept(scenario))),
-        },
+        tables={"phases": Table(columns, rows), "sensitivity": Table(("pair", "responses", "gain"), list(_swept(scenario)))},
         plots={"tail": Plot("What migration of the tail gains", lambda figure: _bars(figure, gains))},
         spans=spans,
         notes=("keys and values move with their responses, each over a NIC of its own",),

@@ -8,13 +8,13 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
-from planning.coexecution import JobProfile
-from runtime.config import Section
-from sim.distribution import Uniform
-from sim.outcome import Cell, Plot, RunProgress, RunResult, Table
-from sim.rollmux.multiplexed import HOUR_S, Arrival, JobSize, MultiplexedRun, PoolsSpec, node_usd_hour
-from sim.rollmux.policies import Alone, Planned, Regrouped
-from sim.scenario import Scenario, ScenarioKind
+from rubato.planning.coexecution import JobProfile
+from rubato.runtime.config import Section
+from rubato.sim.distribution import Uniform
+from rubato.sim.outcome import Cell, Plot, RunProgress, RunResult, Table
+from rubato.sim.rollmux.multiplexed import HOUR_S, Arrival, JobSize, MultiplexedRun, PoolsSpec, node_usd_hour
+from rubato.sim.rollmux.policies import Alone, Planned, Regrouped
+from rubato.sim.scenario import Scenario, ScenarioKind
 
 
 class HeldNodes(Section):
@@ -62,13 +62,7 @@ def run(scenario: ProductionTrace, progress: RunProgress) -> RunResult:
         found = MultiplexedRun(jobs, policy, cluster).run()
         gpus = scenario.pools.rollout.gpus_per_server
         slowdown = fmean(found.slowdown.values())
-        own = (
-            alone.usd / found.usd,
-            verl / found.usd,
-            found.attained,
-            gpus * found.rollout_nodes,
-            gpus * found.train_nodes,
-        )
+        own = (alone.usd / found.usd, verl / found.usd, found.attained, gpus * found.rollout_nodes, gpus * found.train_nodes)
         names = ("solo_over", "verl_over", "attained", "rollout_gpus", "train_gpus")
         figures |= {f"{name}_{what}": value for what, value in zip(names, own, strict=True)}
         rows.append((name, found.usd_hour, found.peak_usd_hour, slowdown, *own))
@@ -107,9 +101,7 @@ def _rises(scenario: ProductionTrace, chance: Random) -> list[list[int]]:
     larger = sum(rises) - scenario.jobs
     double = [at for at, rise in enumerate(rises) for _ in range(rise // 2)]
     if not 0 <= larger <= len(double):
-        raise ValueError(
-            f"the curve has room for {sum(rises) - len(double)} to {sum(rises)} jobs, not for {scenario.jobs}"
-        )
+        raise ValueError(f"the curve has room for {sum(rises) - len(double)} to {sum(rises)} jobs, not for {scenario.jobs}")
     chosen = chance.sample(double, larger)
     return [[2] * chosen.count(at) + [1] * (rise - 2 * chosen.count(at)) for at, rise in enumerate(rises)]
 

@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 from pydantic import Field
 
-from planning.roofline import Deployment, Roofline
-from planning.tail import TailRound, TailRules, TailState, begin, close, train
-from runtime.config import Section
-from sim.distribution import Quantiles
-from sim.engine_model import ModelledEngine
-from sim.timeline import SimEvent, Timeline
+from rubato.planning.roofline import Deployment, Roofline
+from rubato.planning.tail import TailRound, TailRules, TailState, begin, close, train
+from rubato.runtime.config import Section
+from rubato.sim.distribution import Quantiles
+from rubato.sim.engine_model import ModelledEngine
+from rubato.sim.timeline import SimEvent, Timeline
 
 PROMPT_TOKENS = 200
 """An assumption, as in configs/workloads: the paper names none."""
@@ -138,9 +138,7 @@ class RoundRun:
         ended = tuple(sorted(self._ended[name] for name in kept))
         return RoundDone(round_.kind, self._timeline.now, ended, tuple(count.complete), self._freed_s)
 
-    async def _respond(
-        self, count: RoundCount, prompt: int, name: str, tokens: int, engine: ModelledEngine, round_: TailRound
-    ) -> None:
+    async def _respond(self, count: RoundCount, prompt: int, name: str, tokens: int, engine: ModelledEngine, round_: TailRound) -> None:
         left, self._left[name] = tokens, tokens
         while left:
             self._place[name] = engine
@@ -173,9 +171,7 @@ class RoundRun:
         self._left[name] = await engine.abort(name)
 
 
-def periods_of(
-    rules: TailRules, least: int, engine: Deployment, num: int, lengths: LengthModel, seed: int
-) -> Sequence[RoundDone]:
+def periods_of(rules: TailRules, least: int, engine: Deployment, num: int, lengths: LengthModel, seed: int) -> Sequence[RoundDone]:
     """Rounds on policy, at least so many, up to the end of a period: until no prompt waits, or four times as many were done."""
     state, done = TailState(), list[RoundDone]()
     while len(done) < least or (state.waiting and len(done) < 4 * least):

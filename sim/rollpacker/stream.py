@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 from pydantic import Field
 
-from planning.tail import TailRound
-from sim.outcome import Cell, RunProgress, RunResult, Table
-from sim.rollpacker.rollout import RoundDone, RoundRun
-from sim.rollpacker.tail import Shares, Size
-from sim.scenario import Scenario, ScenarioKind
+from rubato.planning.tail import TailRound
+from rubato.sim.outcome import Cell, RunProgress, RunResult, Table
+from rubato.sim.rollpacker.rollout import RoundDone, RoundRun
+from rubato.sim.rollpacker.tail import Shares, Size
+from rubato.sim.scenario import Scenario, ScenarioKind
 
 
 class StreamTrainer(Scenario):

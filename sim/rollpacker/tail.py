@@ -7,12 +7,12 @@ from typing import Any
 
 from pydantic import Field
 
-from planning.roofline import Deployment
-from planning.tail import TailRules
-from runtime.config import Section
-from sim.outcome import Cell, Plot, RunProgress, RunResult, Table
-from sim.rollpacker.rollout import LengthModel, RoundDone, periods_of
-from sim.scenario import Scenario, ScenarioKind
+from rubato.planning.roofline import Deployment
+from rubato.planning.tail import TailRules
+from rubato.runtime.config import Section
+from rubato.sim.outcome import Cell, Plot, RunProgress, RunResult, Table
+from rubato.sim.rollpacker.rollout import LengthModel, RoundDone, periods_of
+from rubato.sim.scenario import Scenario, ScenarioKind
 
 
 class Size(Section):
@@ -40,7 +40,7 @@ class Speculation(Section):
 
 
 class Assumed(Section):
-    """Other values of what nobody published about lengths."""
+    """Other values of figures about lengths that are not published."""
 
     correlation: float = Field(ge=0, lt=1)
     at_limit: float = Field(ge=0, lt=1)
@@ -98,9 +98,7 @@ def _figures(scenario: TailBatching, rollouts: Mapping[str, float]) -> dict[str,
     shares = scenario.shares
     step_s = base / shares.rollout
     rest_s = step_s * shares.train
-    figures["tail_step_gain"] = (
-        step_s * (shares.rollout + shares.reward + shares.train) / (best + rest_s + step_s * shares.reward)
-    )
+    figures["tail_step_gain"] = step_s * (shares.rollout + shares.reward + shares.train) / (best + rest_s + step_s * shares.reward)
     figures["step_gain"] = step_s * (shares.rollout + shares.reward + shares.train) / (best + rest_s)
     responses = [arm for arm in scenario.arms if arm.prompts == 1 and arm.responses > 1]
     if len(responses) > 1:
@@ -120,9 +118,7 @@ def _swept(scenario: TailBatching, size: Size, assumed: Assumed) -> list[tuple[C
     changed = size.model_copy(update={"lengths": size.lengths.model_copy(update=assumed.model_dump())})
     base, *others = (fmean(done.seconds for done in _rounds(scenario, changed, arm)) for arm in scenario.arms)
     names = (arm.name for arm in scenario.arms[1:])
-    return [
-        (assumed.correlation, assumed.at_limit, name, base / each) for name, each in zip(names, others, strict=True)
-    ]
+    return [(assumed.correlation, assumed.at_limit, name, base / each) for name, each in zip(names, others, strict=True)]
 
 
 def _mean(done: Sequence[RoundDone], kind: str) -> float:

@@ -4,25 +4,24 @@ import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
-from actors import plugins
-from actors.checkpoints.checkpoint import name
-from actors.engines.engine import Engine
-from actors.engines.hooks import EngineHook
-from actors.engines.weights import WeightsPuller
-from actors.engines.worker import EngineRequest, EngineWorker
-from actors.messages.moves import MovePrepared, NotMoved, PrepareMove, TakeMove
-from actors.messages.samples import Batch, Claim, Commit, DrawEpoch, Epoch, NotReady, Put, Stored
-from actors.moves.engine import Departures, EngineMoves, Leaving
-from actors.rewards.service import RewardService
-from actors.samples.buffer import SampleBuffer
-from actors.training.engine import TrainEngine
-from actors.training.trainer import Trainer
-from bus.message import Ack
-from runtime.actor import handler
-from runtime.kernel import Kernel
-from sim.simtest.checks import InvariantChecks
-from sim.simtest.process import ActorProcess
-from sim.simtest.toys import ToyScorer, ToyTrainEngine
+from rubato.actors import plugins
+from rubato.actors.checkpoints.checkpoint import name
+from rubato.actors.engines.engine import Engine, EngineHook
+from rubato.actors.engines.weights import WeightsPuller
+from rubato.actors.engines.worker import EngineRequest, EngineWorker
+from rubato.actors.messages.moves import MovePrepared, NotMoved, PrepareMove, TakeMove
+from rubato.actors.messages.samples import Batch, Claim, Commit, DrawEpoch, Epoch, NotReady, Put, Stored
+from rubato.actors.moves.engine import Departures, EngineMoves, Leaving
+from rubato.actors.rewards.service import RewardService
+from rubato.actors.samples.buffer import SampleBuffer
+from rubato.actors.training.engine import TrainEngine
+from rubato.actors.training.trainer import Trainer
+from rubato.bus.message import Ack
+from rubato.runtime.actor import handler
+from rubato.runtime.kernel import Kernel
+from rubato.sim.simtest.checks import InvariantChecks
+from rubato.sim.simtest.process import ActorProcess
+from rubato.sim.simtest.toys import ToyScorer, ToyTrainEngine
 
 ResultT = TypeVar("ResultT")
 
@@ -151,8 +150,7 @@ class SimTrainer(Trainer):
 
     def _build(self) -> TrainEngine:
         return ToyTrainEngine(
-            lambda *update: self.monitor.trained(*update, epoch=self.term),
-            lambda point: self.saving(self.process, point),
+            lambda *update: self.monitor.trained(*update, epoch=self.term), lambda point: self.saving(self.process, point)
         )
 
 

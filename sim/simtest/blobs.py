@@ -7,8 +7,9 @@ import asyncio
 import random
 from collections.abc import Callable, Sequence
 
-from runtime.blobs.blob import BlobInfo, Draft, MemoryBlobStore
-from sim.simtest.process import ActorProcess
+from rubato.runtime.blobs.blob import BlobInfo, Draft
+from rubato.runtime.memory import MemoryBlobStore
+from rubato.sim.simtest.process import ActorProcess
 
 
 class SimBlobServer:
@@ -18,7 +19,7 @@ class SimBlobServer:
         self.blobs = MemoryBlobStore()
         self.rng = random.Random(f"{seed}/blobs")
         self.unnoticed = unnoticed
-        """Told of weights that were handed out damaged."""
+        """Called for weights that were handed out damaged."""
         self.spoiled: dict[str, Callable[[memoryview], memoryview]] = {}
         """Process → what becomes of the bytes that it reads next."""
 
@@ -32,9 +33,10 @@ class SimBlobClient:
     async def draft(self, name: str, version: int, epoch: int, size_bytes: int) -> Draft:
         return await self._server.blobs.draft(name, version, epoch, size_bytes)
 
-    async def put(
-        self, name: str, version: int, epoch: int, parts: Sequence[memoryview | bytes], *, checked: bool = True
-    ) -> BlobInfo:
+    async def shared(self, segment: int, size_bytes: int) -> memoryview:
+        return await self._server.blobs.shared(segment, size_bytes)
+
+    async def put(self, name: str, version: int, epoch: int, parts: Sequence[memoryview | bytes], *, checked: bool = True) -> BlobInfo:
         await asyncio.sleep(self._server.rng.uniform(0.0, 0.05))
         self._process.check_alive()
         return await self._server.blobs.put(name, version, epoch, parts, checked=checked)
@@ -48,13 +50,14 @@ class SimBlobClient:
         if check:
             await info.check(content)
         if spoil is not None:
-            self._server.unnoticed(
-                f"{self._process.name} took {name} version {version} although its bytes were damaged"
-            )
+            self._server.unnoticed(f"{self._process.name} took {name} version {version} although its bytes were damaged")
         return info, content
 
     async def newest(self, name: str) -> BlobInfo | None:
         return await self._server.blobs.newest(name)
+
+    async def forget(self, name: str) -> None:
+        await self._server.blobs.forget(name)
 
     async def close(self) -> None:
         """Nothing is held."""

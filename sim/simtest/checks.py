@@ -7,15 +7,15 @@ from typing import Any
 
 import msgspec
 
-from actors.messages.samples import Trajectory
-from actors.samples.group import Group, SampleEnd, Training
-from actors.samples.journal import ENDS, GROUP, PAYLOAD, TRAINING
-from actors.samples.sample import trajectory_id
-from bus.link import Account
-from bus.transport import Delivery
-from runtime.dispatch import Mailbox
-from runtime.store.store import Append
-from sim.simtest.process import ActorProcess
+from rubato.actors.messages.samples import Trajectory
+from rubato.actors.samples.group import Group, SampleEnd, Training
+from rubato.actors.samples.journal import ENDS, GROUP, PAYLOAD, TRAINING
+from rubato.actors.samples.sample import trajectory_id
+from rubato.bus.link import Account
+from rubato.bus.transport import Delivery
+from rubato.runtime.dispatch import Mailbox
+from rubato.runtime.store.store import Append
+from rubato.sim.simtest.process import ActorProcess
 
 ASK_SLACK_S = 1.5
 """Deadlines are swept twice a second in a simulation, and a busy loop sweeps late."""
@@ -165,10 +165,7 @@ class InvariantChecks:
         if ticket.purpose == "train" and fate != "superseded":
             known = self.timeline.acknowledged.get(ticket.trajectory_id)
             if fate == "" and known not in (None, ticket.attempt) and ticket.trajectory_id not in self.lost_by_store:
-                self.fail(
-                    "one attempt per sample",
-                    f"{ticket.trajectory_id}: attempts {known} and {ticket.attempt} were both taken",
-                )
+                self.fail("one attempt per sample", f"{ticket.trajectory_id}: attempts {known} and {ticket.attempt} were both taken")
             if fate == "":
                 self.timeline.acknowledged[ticket.trajectory_id] = ticket.attempt
         versions = {span.version for segment in trajectory.segments for span in segment.spans}
@@ -178,10 +175,7 @@ class InvariantChecks:
     def trainer_answered(self, what: str, step: int, epoch: int, newest: int) -> None:
         """The buffer gave a trainer of `epoch` its batch, or told it that its checkpoint counts; `newest` is the epoch it knows of."""
         if epoch < newest:
-            self.fail(
-                "one committer per epoch",
-                f"{what} of step {step} under epoch {epoch} was answered, {newest} is the newest",
-            )
+            self.fail("one committer per epoch", f"{what} of step {step} under epoch {epoch} was answered, {newest} is the newest")
 
     def trained(self, step: int, groups: list[list[Trajectory]], history: list[list[str]], *, epoch: int) -> None:
         """A trainer of `epoch` updates its weights; `history` is what they were made of before."""
@@ -205,10 +199,7 @@ class InvariantChecks:
             if age > alpha:
                 self.fail("age", f"{name} has age {age} in step {step}; α is {alpha}")
             if trajectory.version_first < trajectory.ticket.version:
-                self.fail(
-                    "age",
-                    f"{name} begins with version {trajectory.version_first}, its ticket says {trajectory.ticket.version}",
-                )
+                self.fail("age", f"{name} begins with version {trajectory.version_first}, its ticket says {trajectory.ticket.version}")
 
     # -- processes ----------------------------------------------------------------------------------------------
 
@@ -222,17 +213,13 @@ class InvariantChecks:
             for pending in courier._pending.values():
                 if pending.deadline + ASK_SLACK_S < now and process.thawed_at + ASK_SLACK_S < now:
                     what = pending.kind.__name__
-                    self.fail(
-                        "every ask ends", f"{process.name} still waits for {what}, due at {pending.deadline:.3f} s"
-                    )
+                    self.fail("every ask ends", f"{process.name} still waits for {what}, due at {pending.deadline:.3f} s")
             for (address, _), route in courier._routes.items():
                 self._check_account(process, address, route.account)
 
     def _check_account(self, process: ActorProcess, address: str, account: Account) -> None:
         if not (0 <= account.messages <= self.window and account.size_bytes >= 0):
-            self.fail(
-                "credit", f"{process.name} has {account.messages} messages of credit at {address}, of {self.window}"
-            )
+            self.fail("credit", f"{process.name} has {account.messages} messages of credit at {address}, of {self.window}")
 
     # -- the end ------------------------------------------------------------------------------------------------
 
@@ -244,14 +231,8 @@ class InvariantChecks:
         told = [(line["trajectory_id"], line["fate"], line["step"] or 0) for line in lines]
         happened = [(entry.trajectory_id, entry.fate, entry.step) for entry in entries]
         if told != happened:
-            first = next(
-                (i for i, (a, b) in enumerate(zip(told, happened, strict=False)) if a != b),
-                min(len(told), len(happened)),
-            )
-            self.fail(
-                "ledger",
-                f"samples.jsonl has {len(told)} lines for {len(happened)} ends; the first to differ is line {first + 1}",
-            )
+            first = next((i for i, (a, b) in enumerate(zip(told, happened, strict=False)) if a != b), min(len(told), len(happened)))
+            self.fail("ledger", f"samples.jsonl has {len(told)} lines for {len(happened)} ends; the first to differ is line {first + 1}")
         fates: dict[str, SampleEnd] = {}
         for entry in entries:
             name = entry.trajectory_id
@@ -262,18 +243,16 @@ class InvariantChecks:
             self._check_kept(name, attempt, fates.get(name))
 
     def balanced(self, training: Training, groups: Sequence[Group], log: Sequence[tuple[int, bytes]]) -> None:
-        """Every token that was told of is held by a group that lives, or has its fate, as the log of ends says."""
+        """Every token that was reported is held by a group that lives, or has its fate, as the log of ends says."""
         tokens, held = training.tally.tokens, sum(sum(group.held_tokens) for group in groups)
         if training.tally.generated != sum(tokens.values()) + held:
             self.fail("tokens balance", f"{training.tally.generated} were generated, {held} are held, and {tokens}")
         told: dict[str, int] = {}
         for end in (msgspec.msgpack.decode(value, type=SampleEnd) for _, value in log):
-            told[end.fate] = told.get(end.fate, 0) + max(0, end.outcome.tokens)  # below 0: nobody told
-        for fate in ("trained", "zero_spread", "failed", "lost", "poisoned"):  # the others may be told of late
+            told[end.fate] = told.get(end.fate, 0) + max(0, end.outcome.tokens)  # below 0: not reported
+        for fate in ("trained", "zero_spread", "failed", "lost", "poisoned"):  # the others may be reported late
             if told.get(fate, 0) != tokens.get(fate, 0):
-                self.fail(
-                    "tokens balance", f"{tokens.get(fate, 0)} tokens are {fate}; the ends have {told.get(fate, 0)}"
-                )
+                self.fail("tokens balance", f"{tokens.get(fate, 0)} tokens are {fate}; the ends have {told.get(fate, 0)}")
 
     def _check_kept(self, name: str, attempt: int, end: SampleEnd | None) -> None:
         if end is None:

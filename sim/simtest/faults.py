@@ -43,6 +43,14 @@ def _trainer(low_s: float = 0.0, high_s: float = 0.0) -> Draw:
     return lambda rng, names: ("trainer-1", "", rng.uniform(low_s, high_s) if high_s else 0.0)
 
 
+RANK_STAGES = ("load", "forward", "reduce", "publish", "checkpoint", "before_save")
+"""What the trainer's ranks do when one of them is lost."""
+
+
+def _rank() -> Draw:
+    return lambda rng, names: ("trainer-1", rng.choice(RANK_STAGES), 0.0)
+
+
 def _engine() -> Draw:
     """Only engines read weights. One draw among all names, as in `_one`, so that a seed's other faults stay what they were."""
 
@@ -87,9 +95,10 @@ KINDS: dict[str, tuple[int, Draw]] = {
     "weights_corrupt": (1, _engine()),
     "weights_half": (1, _engine()),
     "cancel": (1, _buffer()),
+    "rank_lost": (0, _rank()),
     "moves": (0, _store(1.0, 10.0)),
 }
-"""Kind → how often it is drawn, and how its target and length are drawn. What has 0 comes on top of those that are drawn, at most once."""
+"""Kind → how often it is drawn, and how its target and length are drawn. What has 0 comes on top of those that are drawn."""
 
 MOVES_SHARE = 0.5
 """Of the seeds, how many have requests that move."""
@@ -99,12 +108,15 @@ DEFAULT = list(KINDS)
 
 
 def draw(seed: int, names: Sequence[str], steps: int, kinds: Sequence[str], rounds: int = 1) -> list[Fault]:
-    """Three to seven faults a round and up to two cancels, in the order they come. The last steps are left undisturbed, so that every
+    """Three to seven faults a round, up to two cancels and up to two lost ranks, in the order they come. The last steps are left undisturbed, so that every
     fault takes effect."""
     cancels = random.Random(f"{seed}/cancels")
     num_cancels = cancels.randint(0, 2 * rounds) if "cancel" in kinds else 0
     found = [_at(cancels, "cancel", names, steps) for _ in range(num_cancels)]
-    rng, kinds = random.Random(f"{seed}/faults"), [kind for kind in kinds if kind != "cancel"]
+    ranks = random.Random(f"{seed}/ranks")
+    num_ranks = ranks.randint(0, 2 * rounds) if "rank_lost" in kinds else 0
+    found += [_at(ranks, "rank_lost", names, steps) for _ in range(num_ranks)]
+    rng, kinds = random.Random(f"{seed}/faults"), [kind for kind in kinds if kind not in ("cancel", "rank_lost")]
     weights = [KINDS[kind][0] for kind in kinds]
     for _ in range(sum(rng.randint(3, 7) for _ in range(rounds)) if any(weights) else 0):
         kind = rng.choices(kinds, weights)[0]

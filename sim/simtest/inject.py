@@ -7,23 +7,24 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
-from actors.messages.moves import Move
-from bus.errors import AskFailed
-from runtime.errors import NotRunning
-from sim.simtest.actors import SimBuffer
-from sim.simtest.blobs import corrupted, half
-from sim.simtest.checks import InvariantChecks
-from sim.simtest.faults import Fault
-from sim.simtest.network import HEARTBEAT_S
-from sim.simtest.process import ActorProcess, Killed
-from sim.simtest.store import LOSS_S
-from sim.simtest.world import World
+from rubato.actors.messages.moves import Move
+from rubato.actors.ranks.head import RanksLost
+from rubato.bus.errors import AskFailed
+from rubato.runtime.errors import NotRunning
+from rubato.sim.simtest.actors import SimBuffer
+from rubato.sim.simtest.blobs import corrupted, half
+from rubato.sim.simtest.checks import InvariantChecks
+from rubato.sim.simtest.faults import Fault
+from rubato.sim.simtest.network import HEARTBEAT_S
+from rubato.sim.simtest.process import ActorProcess, Killed
+from rubato.sim.simtest.store import LOSS_S
+from rubato.sim.simtest.world import World
 
 UP_S = 40.0
 """A fault whose target is down waits so long for it to come back."""
 
 TAKE_OVER_S = 0.5
-"""From the freezing of a process until somebody takes its name."""
+"""Time from the freezing of a process until another takes its name."""
 
 NAMING_TICKS = 12
 """Of the loop, from the writing of a checkpoint until COMMIT has left, and a few more."""
@@ -258,7 +259,7 @@ class Injector:
             engine._script = section.model_copy(update={"token_s": token_s}) if token_s else section
 
     def _running(self) -> list[Any]:
-        """What the proxy has on engines, where it and somebody who asks it are up."""
+        """Requests that the proxy has on engines, where it and a manager that asks it are up."""
         proxy, manager = self._world.processes["llm_proxy-1"], self._world.processes["env_manager-1"]
         if not all(p.alive and not p.frozen and p.kernel and p.kernel.ready.is_set() for p in (proxy, manager)):
             return []
@@ -299,6 +300,8 @@ class Injector:
                 world.at_commit["before"] = ActorProcess.kill
             case "crash_after_commit":
                 world.at_commit["after"] = ActorProcess.kill
+            case "rank_lost":
+                world.at_save[fault.other] = self._lose_rank
             case "zombie_before_commit":
                 ticks = self._rng.randint(0, NAMING_TICKS)
                 world.at_save["written"] = lambda process: self._soon(process, ticks, fault.seconds)
@@ -308,6 +311,10 @@ class Injector:
     def _crash(self, process: ActorProcess) -> None:
         process.kill()
         raise Killed(process.name)
+
+    def _lose_rank(self, process: ActorProcess) -> None:
+        """As a trainer finds it, whose ranks are actors: the call under way fails, and it begins again."""
+        raise RanksLost(f"a rank of {process.name} is gone")
 
     def _soon(self, process: ActorProcess, ticks: int, seconds: float) -> None:
         """Before the checkpoint gets its name, between that and COMMIT, or after it."""

@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Callable
 from typing import Any
 
-from bus.link import Frame
+from rubato.bus.link import Frame
 
 
 class Record:

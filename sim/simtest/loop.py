@@ -7,7 +7,7 @@ from collections.abc import Coroutine
 from contextvars import ContextVar
 from typing import Any, Protocol
 
-from sim.virtual import Deadlock, VirtualLoop
+from rubato.sim.virtual import Deadlock, VirtualLoop
 
 
 class Scheduled(Protocol):
@@ -53,7 +53,7 @@ class SimLoop(VirtualLoop):
             self._queue.append(handle)
 
     def thaw_all(self) -> None:
-        """Nobody stands still any more: for the clean-up."""
+        """Let all processes run again: for the clean-up."""
         for process in self._holding.values():
             process.slowness_s = process.resumes_at = 0.0
             self.thaw(process)

@@ -8,15 +8,15 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from actors.moves.engine import Departures
-from actors.samples.buffer import SampleBuffer
-from actors.samples.groups import Groups
-from actors.samples.journal import Journal
-from actors.training.trainer import Trainer
-from bus.link import Account
-from runtime.blobs.blob import BlobInfo
-from runtime.dispatch import Dispatcher
-from runtime.store.store import MemoryStore
+from rubato.actors.moves.engine import Departures
+from rubato.actors.samples.buffer import SampleBuffer
+from rubato.actors.samples.groups import Groups
+from rubato.actors.samples.journal import Journal
+from rubato.actors.training.trainer import Trainer
+from rubato.bus.link import Account
+from rubato.runtime.blobs.blob import BlobInfo
+from rubato.runtime.dispatch import Dispatcher
+from rubato.runtime.memory import MemoryStore
 
 
 class Edit(NamedTuple):
@@ -37,22 +37,17 @@ class Mutation(NamedTuple):
 
 
 MUTATIONS: dict[str, Mutation] = {
-    "incarnation": Mutation(
-        "the incarnation check",
-        (Edit(Dispatcher, "arrived", "envelope.incarnation != self.incarnation", "False"),),
-    ),
+    "incarnation": Mutation("the incarnation check", (Edit(Dispatcher, "arrived", "envelope.incarnation != self.incarnation", "False"),)),
     "epoch": Mutation(
         "the epoch check of a trainer's claims and commits",
         (Edit(Groups, "check_epoch", "epoch < self.training.epoch", "False"),),
         ("zombie_before_commit", "kill", "zombie", "freeze"),
     ),
     "epoch_durable": Mutation(
-        "the write that the answer to a drawn epoch waits for",
-        (Edit(SampleBuffer, "draw_epoch", "await self._journal.sync()", "pass"),),
+        "the write that the answer to a drawn epoch waits for", (Edit(SampleBuffer, "draw_epoch", "await self._journal.sync()", "pass"),)
     ),
     "answer": Mutation(
-        "the write that the answer to a put waits for",
-        (Edit(SampleBuffer, "put", "await self._journal.sync()", "await asyncio.sleep(0)"),),
+        "the write that the answer to a put waits for", (Edit(SampleBuffer, "put", "await self._journal.sync()", "await asyncio.sleep(0)"),)
     ),
     "turn": Mutation(
         "the number of a write: a Store that forgot goes unnoticed",
@@ -89,14 +84,7 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "fall_back": Mutation(
         "the way back of trained steps when a trainer begins with an older checkpoint",
-        (
-            Edit(
-                Groups,
-                "take_over",
-                "for group in list(self.trained.values()):",
-                "self.steps.clear()\n    for group in ():",
-            ),
-        ),
+        (Edit(Groups, "take_over", "for group in list(self.trained.values()):", "self.steps.clear()\n    for group in ():"),),
         ("crash_after_save", "crash_before_save", "kill"),
     ),
     "order": Mutation(
@@ -121,13 +109,9 @@ MUTATIONS: dict[str, Mutation] = {
         ("crash_after_save", "crash_before_save", "kill"),
     ),
     "attempt": Mutation(
-        "the ticket's attempt check",
-        (Edit(Groups, "settled_fate", "group.members[index].attempt != ticket.attempt", "False"),),
+        "the ticket's attempt check", (Edit(Groups, "settled_fate", "group.members[index].attempt != ticket.attempt", "False"),)
     ),
-    "credit": Mutation(
-        "the credit accounting",
-        (Edit(Account, "take", "self.messages < 1 or self.size_bytes < cost", "False"),),
-    ),
+    "credit": Mutation("the credit accounting", (Edit(Account, "take", "self.messages < 1 or self.size_bytes < cost", "False"),)),
     "sweep": Mutation(
         "the age check at hand-over",
         (
@@ -142,14 +126,12 @@ MUTATIONS: dict[str, Mutation] = {
         ("store_loss_kill", "store_loss"),
     ),
     "move": Mutation(
-        "the epoch of a move: whoever comes for a request that is parked gets it",
+        "the epoch of a move: any target that comes for a request that is parked gets it",
         (Edit(Departures, "take", "parked.epoch != request.epoch", "False"),),
         ("moves",),
     ),
     "digest": Mutation(
-        "the digest check of weights",
-        (Edit(BlobInfo, "check", "!= self.digest", "== ''"),),
-        ("weights_corrupt", "weights_half"),
+        "the digest check of weights", (Edit(BlobInfo, "check", "!= self.digest", "== ''"),), ("weights_corrupt", "weights_half")
     ),
 }
 """Name → mutation; the list in docs/reliability.md says how each is noticed."""
@@ -175,9 +157,7 @@ def edited(edit: Edit) -> Any:
     source = textwrap.dedent(inspect.getsource(method))
     if source.count(edit.old) != 1:
         where = f"{edit.owner.__name__}.{edit.method}"
-        raise LookupError(
-            f"{where} holds {edit.old!r} {source.count(edit.old)} times, not once: the mutation must follow it"
-        )
+        raise LookupError(f"{where} holds {edit.old!r} {source.count(edit.old)} times, not once: the mutation must follow it")
     tree = ast.parse(source.replace(edit.old, edit.new))
     namespace: dict[str, Any] = {}
     exec(compile(tree, f"<mutated {edit.method}>", "exec"), vars(sys.modules[edit.owner.__module__]), namespace)

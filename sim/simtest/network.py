@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, cast
 
-from bus.link import Frame
-from bus.transport import MemoryConnection, MemoryNetwork, MemoryTransport
+from rubato.bus.link import Frame
+from rubato.bus.memory import MemoryConnection, MemoryNetwork, MemoryTransport
 
 HEARTBEAT_S = 6.0
 """A link that carried nothing for so long is dead: the same bound as the ZMTP heartbeats of the real transport."""

@@ -4,10 +4,10 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from bus.transport import MemoryTransport
-from runtime.host import Ending, HostedTask
-from runtime.registry import role_of
-from sim.simtest.loop import current_process
+from rubato.bus.memory import MemoryTransport
+from rubato.runtime.host import Ending, HostedTask
+from rubato.runtime.registry import role_of
+from rubato.sim.simtest.loop import current_process
 
 
 class Killed(Exception):
@@ -73,7 +73,7 @@ class ActorProcess(HostedTask):
 
 
 class Place:
-    """A name, whoever has it: what the supervisor of a name sees of its process, and of one that took its place."""
+    """A name, whichever process has it: the supervisor's view of its process, and of one that took its place."""
 
     def __init__(self, name: str, holder: Callable[[str], ActorProcess], hangs: Callable[[str], None]) -> None:
         self._name, self._holder, self._hangs = name, holder, hangs

@@ -10,23 +10,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import actors.envs.manager
-import bus.link
-import runtime.courier
-import runtime.observe.figures
-from actors.samples.journal import ENDS, read_records
-from actors.samples.parts import read_lines
-from sim.simtest import faults as drawn
-from sim.simtest import setup as setups
-from sim.simtest.checks import InvariantChecks, Violation
-from sim.simtest.faults import Fault
-from sim.simtest.inject import Injector
-from sim.simtest.journal import Record
-from sim.simtest.loop import SimLoop
-from sim.simtest.setup import Setup
-from sim.simtest.toys import renderer, write_tokenizer
-from sim.simtest.world import World
-from sim.virtual import Deadlock, run_virtual
+import rubato.actors.envs.manager
+import rubato.bus.link
+import rubato.runtime.courier
+import rubato.runtime.observe.figures
+from rubato.actors.samples.journal import ENDS, read_records
+from rubato.actors.samples.run_files import read_lines
+from rubato.sim.simtest import faults as drawn
+from rubato.sim.simtest import setup as setups
+from rubato.sim.simtest.checks import InvariantChecks, Violation
+from rubato.sim.simtest.faults import Fault
+from rubato.sim.simtest.inject import Injector
+from rubato.sim.simtest.journal import Record
+from rubato.sim.simtest.loop import SimLoop
+from rubato.sim.simtest.setup import Setup
+from rubato.sim.simtest.toys import renderer, write_tokenizer
+from rubato.sim.simtest.world import World
+from rubato.sim.virtual import Deadlock, run_virtual
 
 PROGRESS_S = 75.0
 """Longest wait for a step once nothing is disturbed: leases and tickets have to lapse, and asks to be tried again."""
@@ -89,7 +89,7 @@ def run(bench: Bench, seed: int, faults: list[Fault], *, keep: bool = False, set
             run_virtual(job.main, loop=loop)
     except Deadlock as error:
         monitor.fail("progress", str(error))
-    except Exception as error:  # noqa: BLE001 - whatever nobody caught is a finding
+    except Exception as error:  # noqa: BLE001 - whatever was not caught is a finding
         monitor.fail("nothing is left to the loop", repr(error))
     finally:
         gc.enable()
@@ -107,10 +107,7 @@ def run(bench: Bench, seed: int, faults: list[Fault], *, keep: bool = False, set
     )
 
 
-RARE: dict[tuple[object, str], object] = {
-    (runtime.courier, "SWEEP_S"): 0.5,
-    (runtime.observe.figures, "LAG_PERIOD_S"): 60.0,
-}
+RARE: dict[tuple[object, str], object] = {(rubato.runtime.courier, "SWEEP_S"): 0.5, (rubato.runtime.observe.figures, "LAG_PERIOD_S"): 60.0}
 """What only costs time."""
 
 
@@ -134,9 +131,9 @@ class replaced:
 def settings(setup: Setup) -> replaced:
     """Small windows of credit make the accounting matter; managers share one renderer; what only costs time is rare."""
     new: dict[tuple[object, str], object] = {
-        (bus.link, "WINDOW_MESSAGES"): setup.window,
-        (bus.link, "REGRANT_MESSAGES"): max(1, setup.window // 2),
-        (actors.envs.manager, "renderer_of"): renderer,
+        (rubato.bus.link, "WINDOW_MESSAGES"): setup.window,
+        (rubato.bus.link, "REGRANT_MESSAGES"): max(1, setup.window // 2),
+        (rubato.actors.envs.manager, "renderer_of"): renderer,
     }
     return replaced(new | RARE)
 
@@ -147,9 +144,7 @@ class SeedJob:
     world_class = World
     progress_s = PROGRESS_S
 
-    def __init__(
-        self, setup: Setup, faults: list[Fault], folder: Path, model: Path, record: Record, monitor: InvariantChecks
-    ) -> None:
+    def __init__(self, setup: Setup, faults: list[Fault], folder: Path, model: Path, record: Record, monitor: InvariantChecks) -> None:
         self.setup, self.faults, self.folder, self.model = setup, faults, folder, model
         self.record, self.monitor = record, monitor
         self.world: World

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from sim.simtest import mutations
-from sim.simtest.faults import Fault
-from sim.simtest.run import Bench, SeedOutcome, faults_of, run
+from rubato.sim.simtest import mutations
+from rubato.sim.simtest.faults import Fault
+from rubato.sim.simtest.run import Bench, SeedOutcome, faults_of, run
 
 
 class SeedFinding(msgspec.Struct):
@@ -59,9 +59,7 @@ def minimised(bench: Bench, outcome: SeedOutcome) -> list[Fault]:
     return faults
 
 
-def first_catch(
-    bench: Bench, mutation: str, start: int, most: int, kinds: Sequence[str]
-) -> tuple[SeedOutcome | None, int]:
+def first_catch(bench: Bench, mutation: str, start: int, most: int, kinds: Sequence[str]) -> tuple[SeedOutcome | None, int]:
     """The first of `most` seeds that breaks with the safeguard removed and holds with it, and how many were run."""
     for number in range(most):
         seed = start + number

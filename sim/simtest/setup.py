@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from actors.config import (
+from rubato.actors.config import (
     CheckSection,
     EvalSection,
     ModelSection,
@@ -16,18 +16,18 @@ from actors.config import (
     TailBatchingSection,
     TrainSection,
 )
-from actors.engines.section import EngineSection, ScriptedSection
-from actors.engines.worker import EngineWorker
-from actors.envs.manager import EnvManager
-from actors.envs.section import EnvSection
-from actors.proxy.proxy import LLMProxy
-from actors.rewards.service import RewardService
-from actors.training.trainer import CheckpointSection
-from runtime.actor import Actor
-from runtime.config import ActorSpec, Config
-from runtime.config.sections import BaseRoot
-from runtime.registry import role_of
-from sim.simtest.actors import SimBuffer, SimEngine, SimRewards, SimTrainer
+from rubato.actors.engines.section import EngineSection, ScriptedSection
+from rubato.actors.engines.worker import EngineWorker
+from rubato.actors.envs.manager import EnvManager
+from rubato.actors.envs.section import EnvSection
+from rubato.actors.proxy.proxy import LLMProxy
+from rubato.actors.rewards.service import RewardService
+from rubato.actors.training.trainer import CheckpointSection
+from rubato.runtime.actor import Actor
+from rubato.runtime.config import ActorSpec, Config
+from rubato.runtime.config.sections import BaseRoot
+from rubato.runtime.registry import role_of
+from rubato.sim.simtest.actors import SimBuffer, SimEngine, SimRewards, SimTrainer
 
 CLASSES: Mapping[str, type[Actor]] = {
     "sample_buffer": SimBuffer,
@@ -107,12 +107,10 @@ def configs(setup: Setup, model: Path) -> dict[str, Any]:
     """The config of each role."""
     train = TrainSection(batch_groups=setup.batch_groups, group_size=setup.group_size)
     samples = SamplesSection(ticket_ttl_s=8.0, extra_rollouts=0 if setup.tail else setup.extra_rollouts)
-    staleness = (
-        StalenessSection(alpha="auto", alpha_max=setup.alpha) if setup.auto else StalenessSection(alpha=setup.alpha)
-    )
+    staleness = StalenessSection(alpha="auto", alpha_max=setup.alpha) if setup.auto else StalenessSection(alpha=setup.alpha)
     tail = TailBatchingSection(enabled=setup.tail, eta_prompts=1.5, eta_responses=1.5)
     where = ModelSection(path=str(model))
-    reward = RewardSection(functions=("sim.simtest.toys:score",))
+    reward = RewardSection(functions=("rubato.sim.simtest.toys:score",))
     scripted = ScriptedSection(token_s=0.01, stop_share=0.4, vocab_size=8)
     rollout = RolloutSection(
         max_turns=2, max_new_tokens=3, max_len=64, generate_timeout_s=20.0, reward_timeout_s=10.0, put_timeout_s=60.0, hold_s=2.0
@@ -121,14 +119,11 @@ def configs(setup: Setup, model: Path) -> dict[str, Any]:
         "sample_buffer": SimBuffer.Config(staleness=staleness, train=train, samples=samples, tail_batching=tail),
         "llm_proxy": LLMProxy.Config(),
         "engine": EngineWorker.Config(
-            model=where,
-            engine=EngineSection(
-                kind="scripted", num_slots=setup.num_slots, max_len=64, stream_every=2, scripted=scripted
-            ),
+            model=where, engine=EngineSection(kind="scripted", num_slots=setup.num_slots, max_len=64, stream_every=2, scripted=scripted)
         ),
         "env_manager": EnvManager.Config(
             env=EnvSection.model_validate(
-                {"class": "sim.simtest.toys:WalkEnv", "concurrency": setup.concurrency, "isolation": "inline"}
+                {"class": "rubato.sim.simtest.toys:WalkEnv", "concurrency": setup.concurrency, "isolation": "inline"}
             ),
             rollout=rollout,
             model=where,

@@ -8,9 +8,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from runtime.store.errors import StoreUnavailable
-from runtime.store.store import Append, Fence, Lease, MemoryStore, WriteNumber
-from sim.simtest.process import ActorProcess
+from rubato.runtime.memory import MemoryStore
+from rubato.runtime.store.store import Append, Fence, Lease, StoreUnavailable, WriteNumber
+from rubato.sim.simtest.process import ActorProcess
 
 ResultT = TypeVar("ResultT")
 
@@ -37,9 +37,7 @@ class State(MemoryStore):
 class StoreServer:
     """The state and its faults."""
 
-    def __init__(
-        self, seed: int, *, latency_s: float, patience_s: float, durable: bool, reached: Reached, applied: Applied
-    ) -> None:
+    def __init__(self, seed: int, *, latency_s: float, patience_s: float, durable: bool, reached: Reached, applied: Applied) -> None:
         self.state = State()
         self.rng = random.Random(f"{seed}/store")
         self.latency_s, self.patience_s, self.durable = latency_s, patience_s, durable
@@ -61,7 +59,7 @@ class StoreServer:
         self._saved = None if self.durable else copied(self.state)
 
     def crash(self) -> None:
-        """The server dies. Whoever reads from it is cut off."""
+        """The server dies. Its readers are cut off."""
         self.is_up = False
         if self._saved is not None:
             self.state, self._saved = self._saved, None
@@ -193,7 +191,7 @@ class StoreClient:
         return value
 
     async def _reply(self, state: State, number: int, value: Any) -> None:
-        """An answer that does not arrive is kept beside what it tells of: whoever loses the one loses the other."""
+        """An answer that does not arrive is kept beside what it tells of: a server that loses the one loses the other."""
         server = self._server
         if server.lose_replies:
             server.lose_replies -= 1

@@ -10,11 +10,11 @@ from typing import Any
 
 import msgspec
 
-from actors.checkpoints import checkpoint as checkpoints
-from actors.config import RolloutSection
-from actors.envs.chat import ChatRenderer
-from actors.messages.samples import NotScored, Score, Scores, Trajectory
-from actors.training.engine import StepResult
+from rubato.actors.checkpoints import checkpoint as checkpoints
+from rubato.actors.config import RolloutSection
+from rubato.actors.envs.chat import ChatRenderer
+from rubato.actors.messages.samples import NotScored, Score, Scores, Trajectory
+from rubato.actors.training.engine import StepResult
 
 WORDS = ("<unk>", "<eos>", "a", "b", "c", "d", "e", "f")
 TURNS = 2
@@ -70,7 +70,8 @@ Trained = Callable[[int, list[list[Trajectory]], list[list[str]]], None]
 
 
 class ToyTrainEngine:
-    """A `TrainEngine`. `saving` is called before and after a checkpoint is written: there the trainer may be made to crash."""
+    """A `TrainEngine`, and stands for its ranks. `saving` is called before and after a checkpoint is written, and at each stage in which ranks
+    work together: there the trainer may be made to crash, or a rank be lost."""
 
     num_ranks = 1
 
@@ -79,15 +80,18 @@ class ToyTrainEngine:
         self._state = Checkpoint(0, 0, [])
 
     def load(self, model_dir: Path, checkpoint: Path | None) -> tuple[int, int]:
+        self._saving("load")
         if checkpoint is not None:
             self._state = msgspec.json.decode((checkpoint / "toy.json").read_bytes(), type=Checkpoint)
         return self._state.step, self._state.epoch
 
     def train(self, step: int, groups: Sequence[Sequence[Trajectory]]) -> StepResult:
+        self._saving("forward")
         held = [list(group) for group in groups]
         self._trained(step, held, self._state.history)
         self._state.history.append([t.ticket.trajectory_id for group in held for t in group])
         self._state.step = step
+        self._saving("reduce")
         rewards = [t.reward for group in held for t in group]
         return StepResult({"reward/mean": sum(rewards) / max(1, len(rewards))}, len(rewards))
 
@@ -102,6 +106,7 @@ class ToyTrainEngine:
         return len(_HEAD) + 4
 
     def export(self, memory: memoryview) -> Callable[[], None]:
+        self._saving("publish")
         memory[:] = _HEAD + self._state.step.to_bytes(4, "little")
         return toy_whole
 
@@ -112,6 +117,7 @@ class ToyTrainEngine:
         """Nor comes back to one."""
 
     def snapshot(self, *, epoch: int, receipts: Sequence[bytes] = ()) -> Callable[[Path], None]:
+        self._saving("checkpoint")
         self._state.epoch = epoch
         return functools.partial(self.write_toy, self._state.step, msgspec.json.encode(self._state), epoch, receipts)
 

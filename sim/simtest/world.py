@@ -4,26 +4,26 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from actors.engines.worker import EngineWorker
-from actors.envs.manager import EnvManager
-from bus.errors import AskFailed
-from bus.link import Frame, Identity
-from bus.transport import MemoryTransport
-from runtime.actor import RunInfo
-from runtime.errors import ActorFailed
-from runtime.kernel import NODE
-from runtime.launch.agent import Hosting, JobOutcome, NodeAgent
-from runtime.messages import Progress
-from runtime.registry import role_of
-from runtime.store.errors import StoreError
-from sim.simtest.actors import SimBuffer, SimEngine, SimKernel, SimTrainer
-from sim.simtest.blobs import SimBlobClient, SimBlobServer
-from sim.simtest.checks import CheckedMailbox, InvariantChecks
-from sim.simtest.journal import Log, Record
-from sim.simtest.network import FaultPlan, FaultyNetwork
-from sim.simtest.process import ActorProcess, Killed, Place
-from sim.simtest.setup import CLASSES, Setup, configs, job
-from sim.simtest.store import LOSS_S, StoreClient, StoreServer
+from rubato.actors.engines.worker import EngineWorker
+from rubato.actors.envs.manager import EnvManager
+from rubato.bus.errors import AskFailed
+from rubato.bus.link import Frame, Identity
+from rubato.bus.memory import MemoryTransport
+from rubato.runtime.actor import RunInfo
+from rubato.runtime.errors import ActorFailed
+from rubato.runtime.kernel import NODE
+from rubato.runtime.launch.agent import Hosting, JobOutcome, NodeAgent
+from rubato.runtime.messages import Progress
+from rubato.runtime.registry import role_of
+from rubato.runtime.store.store import StoreError
+from rubato.sim.simtest.actors import SimBuffer, SimEngine, SimKernel, SimTrainer
+from rubato.sim.simtest.blobs import SimBlobClient, SimBlobServer
+from rubato.sim.simtest.checks import CheckedMailbox, InvariantChecks
+from rubato.sim.simtest.journal import Log, Record
+from rubato.sim.simtest.network import FaultPlan, FaultyNetwork
+from rubato.sim.simtest.process import ActorProcess, Killed, Place
+from rubato.sim.simtest.setup import CLASSES, Setup, configs, job
+from rubato.sim.simtest.store import LOSS_S, StoreClient, StoreServer
 
 RESTART_S = 0.3
 """Between an actor's death and its next incarnation."""
@@ -217,7 +217,7 @@ class World:
         self.record.say(f"notice: {text}")
 
     def actors(self, ready: int, wanted: int) -> None:
-        """Nobody looks."""
+        """Not shown."""
 
     def _on_end(self, over: "asyncio.Future[JobOutcome]") -> None:
         self.ending = over.result()

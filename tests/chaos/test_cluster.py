@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from runtime.launch.card import read_card
+from rubato.runtime.launch.card import read_card
 from tests.jobs import left_behind
 from tests.shared_jobs import Lab, write_jobs
 

@@ -53,7 +53,7 @@ def place(tmp_path: Path) -> Path:
 
 
 def start(place: Path, run: Path) -> "subprocess.Popen[bytes]":
-    command = [sys.executable, "-m", "runtime.cli", "launch", "small.yaml", f"model.path={place / 'model'}"]
+    command = [sys.executable, "-m", "rubato.runtime.cli", "launch", "small.yaml", f"model.path={place / 'model'}"]
     return subprocess.Popen(
         [*command, "run.steps=100000", "--run-dir", str(run)],
         cwd=place,
@@ -70,18 +70,15 @@ def test_a_run_outlives_the_death_of_each_role_and_of_the_launcher(place):
     launcher = start(place, run)
     until(lambda: len(rows_of(run)) >= 2, "the second step")
 
-    warm = until(lambda: pids_of(run, "runtime.launch.warm"), "the warm parent")
+    warm = until(lambda: pids_of(run, "rubato.runtime.launch.warm"), "the warm parent")
     lives = {name: actor["incarnation"] for name, actor in actors_of(run).items()}
     os.kill(warm[0], signal.SIGKILL)
-    until(lambda: set(pids_of(run, "runtime.launch.warm")) - set(warm), "another warm parent")
+    until(lambda: set(pids_of(run, "rubato.runtime.launch.warm")) - set(warm), "another warm parent")
     assert {name: actor["incarnation"] for name, actor in actors_of(run).items()} == lives
     for role in order:
         victim = actors_of(run)[f"{role}-1"]
         os.kill(victim["pid"], signal.SIGKILL)
-        until(
-            lambda v=victim: actors_of(run).get(v["name"], v)["incarnation"] > v["incarnation"],
-            f"the restart of {role}",
-        )
+        until(lambda v=victim: actors_of(run).get(v["name"], v)["incarnation"] > v["incarnation"], f"the restart of {role}")
         before = rows_of(run)[-1]
         until(lambda b=before: rows_of(run)[-1] > b + 1, f"progress after the death of {role}")
     launcher.kill()

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from actors.messages.generation import Completion, EngineStatus, Generate, Inspect, Sampling
-from bus.errors import AskFailed
-from bus.message import pack_i32
-from runtime.errors import LaunchError
-from runtime.guest import join
-from runtime.launch.card import running
-from runtime.registry import list_actors
+from rubato.actors.messages.generation import Completion, EngineStatus, Generate, Inspect, Sampling
+from rubato.bus.errors import AskFailed
+from rubato.bus.message import pack_i32
+from rubato.runtime.errors import LaunchError
+from rubato.runtime.guest import join
+from rubato.runtime.launch.card import running
+from rubato.runtime.registry import list_actors
 from tests import faulty_fleet
 from tests.faulty_fleet import ARMED, DONE, Change
 from tests.jobs import clean_environment, left_behind, rubato
@@ -35,7 +35,7 @@ PATH = Path(faulty_fleet.__file__)
 JOB = {
     "run": {"name": "fleet"},
     "actors": {
-        "llm_proxy": {"class": "actors.proxy.proxy:LLMProxy", "restarts": 1000, "restart_window_s": 1},
+        "llm_proxy": {"class": "rubato.actors.proxy.proxy:LLMProxy", "restarts": 1000, "restart_window_s": 1},
         "engine": {"class": f"{PATH}:FaultyWorker", "count": 2, "restarts": 1000, "restart_window_s": 1},
         "orchestrator": {"class": f"{PATH}:ToldOrchestrator", "restarts": 1000, "restart_window_s": 1},
     },
@@ -62,10 +62,7 @@ class Case(NamedTuple):
 
 
 MERGE = Case(
-    "merge",
-    APART,
-    MERGED,
-    ("PrepareMove", "MovePrepared", "TakeMove", "MoveTaken", "SleepEngine", "Asleep", "Reconfigure", "Reconfigured"),
+    "merge", APART, MERGED, ("PrepareMove", "MovePrepared", "TakeMove", "MoveTaken", "SleepEngine", "Asleep", "Reconfigure", "Reconfigured")
 )
 SPLIT = Case("split", MERGED, APART, ("Reconfigure", "Reconfigured", "WakeEngine", "Awake"))
 MOVE = Case("move", APART, {}, ("PrepareMove", "MovePrepared", "TakeMove", "MoveTaken"))
@@ -180,7 +177,7 @@ def _is_up(folder: Path) -> bool:
 async def fleet(place: Path):
     """A job of two engines that nobody but the test gives work."""
     (place / "fleet.yaml").write_text(json.dumps(JOB))
-    command = [sys.executable, "-m", "runtime.cli", "launch", "fleet.yaml", "--run-dir", "run"]
+    command = [sys.executable, "-m", "rubato.runtime.cli", "launch", "fleet.yaml", "--run-dir", "run"]
     with (place / "said").open("wb") as said:
         launcher = subprocess.Popen(  # noqa: ASYNC220 - it returns at once
             command, cwd=place, env=clean_environment(), stdout=said, stderr=said

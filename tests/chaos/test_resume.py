@@ -48,7 +48,7 @@ def command(place: Path, run: Path) -> list[str]:
 def end_at(place: Path, run: Path, step: int, number: signal.Signals, *more: str) -> None:
     """Launch, and send the launcher `number` once `step` has its row."""
     launcher = subprocess.Popen(
-        [sys.executable, "-m", "runtime.cli", *command(place, run), *more],
+        [sys.executable, "-m", "rubato.runtime.cli", *command(place, run), *more],
         cwd=place,
         env=clean_environment(),
         stdout=subprocess.DEVNULL,

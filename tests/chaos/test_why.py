@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.monitor.source import RunSource
+from rubato.runtime.monitor.source import RunSource
 from tests.faulty_job import write_tokenizer
 from tests.jobs import ACTING, clean_environment, rubato
 
@@ -26,7 +26,7 @@ def run(tmp_path: Path):
     """A job without a trainer, and so without torch, that stands until it is ended."""
     (tmp_path / "acting.yaml").write_text(ACTING)
     write_tokenizer(tmp_path / "model")
-    command = [sys.executable, "-m", "runtime.cli", "launch", "acting.yaml", f"model.path={tmp_path / 'model'}"]
+    command = [sys.executable, "-m", "rubato.runtime.cli", "launch", "acting.yaml", f"model.path={tmp_path / 'model'}"]
     out = (tmp_path / "out").open("wb")
     launcher = subprocess.Popen(
         [*command, "run.steps=100000", "engine.scripted.vocab_size=257", "--run-dir", "run"],

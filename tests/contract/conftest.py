@@ -1,12 +1,13 @@
 """Engines as fixtures."""
 
-from contextlib import AsyncExitStack
+import os
+from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
 
-from tests.contract.engines import pristine, running
+from tests.contract.engines import KEY, pristine, running, served
 from tests.models import weights_image, write_model
 
 
@@ -21,6 +22,22 @@ def other_image(tmp_path_factory) -> memoryview:
     return weights_image(write_model(tmp_path_factory.mktemp("other"), seed=1))
 
 
+@pytest.fixture(scope="session")
+def server_of(tmp_path_factory):
+    """The URL of a vLLM server of a model folder, started by the first who asks."""
+    pytest.importorskip("vllm")
+    os.environ[KEY] = "a key of the tests"
+    urls: dict[Path, str] = {}
+    with ExitStack() as stack:
+
+        def url(folder: Path) -> str:
+            if folder not in urls:
+                urls[folder] = stack.enter_context(served(folder, tmp_path_factory.mktemp("vllm") / "log"))
+            return urls[folder]
+
+        yield url
+
+
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def slow_starters():
     """Engines that take long to start, by kind, handed from test to test."""
@@ -32,7 +49,8 @@ async def slow_starters():
 async def engine(request, model_folder, slow_starters):
     """An engine as it is after its start. vLLM is started anew only where a test left it otherwise."""
     if request.param != "vllm":
-        async with running(request.param, model_folder) as engine:
+        options = {"url": request.getfixturevalue("server_of")(model_folder)} if request.param == "vllm_server" else {}
+        async with running(request.param, model_folder, **options) as engine:
             yield engine
         return
     pytest.importorskip("vllm")

@@ -1,33 +1,90 @@
 """Every engine, started, and what its tests say to it."""
 
+import os
 import random
-from contextlib import aclosing, asynccontextmanager
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
+import httpx
 import pytest
 
-from actors.checkpoints.model_folder import Slice, num_gpus, read_header, rows_of
-from actors.config import ModelSection
-from actors.engines.engine import ENGINES, EngineDead, Work
-from actors.engines.section import EngineSection, PaceSection, ScriptedSection
-from actors.messages.generation import Tokens
-from actors.weights.blobs import WeightsSample
-from runtime.importer import load_object
+from rubato.actors.checkpoints.devices import num_gpus
+from rubato.actors.checkpoints.model_folder import Slice, read_header, rows_of
+from rubato.actors.config import ModelSection
+from rubato.actors.engines.engine import ENGINES, EngineDead, Work
+from rubato.actors.engines.section import EngineSection, PaceSection, ScriptedSection
+from rubato.actors.engines.vllm_command import line
+from rubato.actors.messages.generation import Tokens
+from rubato.actors.weights.blobs import WeightsSample
+from rubato.runtime.importer import load_object
 from tests.models import VOCAB
 
-KINDS = [
-    "scripted",
-    "scripted paced",
-    "torch",
-    pytest.param("torch cuda", marks=pytest.mark.gpu),
-    "torch paced",
-    # vLLM and what it imports warn in many places of their own
-    pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.timeout(600), pytest.mark.filterwarnings("default")]),
-]
+# vLLM and what it imports warn in many places of their own
+OF_VLLM = [pytest.mark.vllm, pytest.mark.timeout(600), pytest.mark.filterwarnings("default")]
+VLLM = pytest.param("vllm", marks=OF_VLLM)
+SERVER = pytest.param("vllm_server", marks=[*OF_VLLM, pytest.mark.slow])
+
+ROOT = Path(__file__).resolve().parents[2]
+
+KINDS = ["scripted", "scripted paced", "torch", pytest.param("torch cuda", marks=pytest.mark.gpu), "torch paced", VLLM, SERVER]
 MODELLED = KINDS[2:]
 """Engines that compute a model."""
-DRAW_BY_POSITION = KINDS[:-1]
+DRAW_BY_POSITION = KINDS[:-2]
 """Engines whose seeded requests go on elsewhere as they would have here."""
+
+
+KEY = "RUBATO_TEST_VLLM_KEY"
+"""Environment variable with the key of servers."""
+
+
+@contextmanager
+def served(folder: Path, log: Path, **options):
+    """A `vllm serve` of the model as `rubato vllm-command` has it, up and listening; its URL."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    given = {
+        "kind": "vllm_server",
+        "url": url,
+        "api_key_env": KEY,
+        "num_slots": 8,
+        "max_len": 256,
+        "vllm": {"kv_cache_memory_bytes": 32 << 20},
+    }
+    section = EngineSection(**(given | options))
+    told = line(folder, ModelSection(path=str(folder), device="cpu"), section)
+    added = {name: os.environ[KEY] if value == f"${KEY}" else value for name, value in told.environment.items()}
+    quiet = {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, *told.words[1:]], stdout=file, stderr=file, start_new_session=True,
+            env={**os.environ, **quiet, **added, "PYTHONPATH": paths},
+        )  # fmt: skip
+    try:
+        while not up(url):
+            assert process.poll() is None, log.read_text()[-2000:]
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(0.2)
+        yield url
+    finally:
+        process.terminate()
+        try:
+            process.wait(20)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def up(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", timeout=5, trust_env=False).status_code == 200
+    except httpx.HTTPError:
+        return False
 
 
 @asynccontextmanager
@@ -38,6 +95,7 @@ async def running(kind: str, folder: Path, **options):
     section = EngineSection(
         **{
             "kind": kind,
+            "api_key_env": KEY if kind == "vllm_server" else "",
             "num_slots": 8,
             "max_len": 256,
             "stream_every": 1,

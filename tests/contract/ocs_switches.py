@@ -12,9 +12,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from actors.fabric.driver import Login, OcsDriver, SwitchCapabilities
-from actors.fabric.emulated import Dialect, HttpFront, OcsDevice, encoded
-from actors.fabric.restconf import Restconf, SonicDriver
+from rubato.actors.fabric.driver import Login, OcsDriver, SwitchCapabilities
+from rubato.actors.fabric.emulated import Dialect, HttpFront, OcsDevice, encoded
+from rubato.actors.fabric.restconf import Restconf, SonicDriver
 from rubato_ocs.netconf import NetconfDriver, NetconfSession
 from rubato_ocs.polatis import PAIRS, PolatisDriver
 

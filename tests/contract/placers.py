@@ -11,12 +11,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from rubato.runtime.config import Config
+from rubato.runtime.config.compose import from_mapping
+from rubato.runtime.host import Ending
+from rubato.runtime.launch.children import until_gone
+from rubato.runtime.launch.here import ThisHost
+from rubato.runtime.launch.placer import HostPlacer, HostSpec, JoinCommand, NotPlaced, PlacedHost
 from rubato_plugins.placer import Prefixed
-from runtime.config import Config, from_mapping
-from runtime.host import Ending
-from runtime.launch.children import until_gone
-from runtime.launch.here import ThisHost
-from runtime.launch.placer import HostPlacer, HostSpec, JoinCommand, NotPlaced, PlacedHost
 
 LIMIT_S = 30.0
 COMMAND = "tests.contract.placed_command"
@@ -105,9 +106,7 @@ class ScriptedPlacer:
                 await self.room.wait()
             finally:
                 self.waiting -= 1
-        host = ScriptedHost(
-            next(self._numbers), join, lambda host: self.hosts.remove(host) if host in self.hosts else None
-        )
+        host = ScriptedHost(next(self._numbers), join, lambda host: self.hosts.remove(host) if host in self.hosts else None)
         if not host._ending.done():
             self.hosts.append(host)
         return host
@@ -164,7 +163,7 @@ class ThisHostBed:
     later = None
 
     def __init__(self, folder: Path, make: Callable[[Config, Path], Any] = ThisHost) -> None:
-        config = from_mapping({"actors": {"idle": {"class": "runtime.actor:Actor"}}})
+        config = from_mapping({"actors": {"idle": {"class": "rubato.runtime.actor:Actor"}}})
         self._folder, self._make = folder, make
         self.placer = make(config, folder)
         self.impossible = HostSpec("far", 1, labels=("h20",))

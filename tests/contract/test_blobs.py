@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from runtime.blobs.blob import BlobError, BlobInfo, BlobMissing, BlobStore, MemoryBlobStore, digest_of
-from runtime.blobs.client import BlobClient
-from runtime.blobs.server import BlobServer
+from rubato.runtime.blobs.blob import BlobError, BlobInfo, BlobMissing, BlobStore, digest_of
+from rubato.runtime.blobs.client import BlobClient
+from rubato.runtime.blobs.server import BlobServer
+from rubato.runtime.memory import MemoryBlobStore
 
 
 @pytest.fixture
@@ -229,3 +230,44 @@ async def test_what_is_read_stays_as_it_is_through_any_number_of_later_versions(
         held[version] = (await blobs.get("w", version))[1][1000:1010]  # a slice alone keeps it
 
     assert {version: bytes(view) for version, view in held.items()} == {v: bytes([v]) * 10 for v in range(1, 9)}
+
+
+async def test_another_process_writes_into_a_draft_until_it_is_published(connect: Callable[[], BlobStore]):
+    writer, other = connect(), connect()
+    for version in (1, 2):  # the second lies where both have written before
+        draft = await writer.draft("w", version, 1, 4)
+        draft.memory[:2] = b"ab"
+
+        shared = await other.shared(draft.segment, 4)
+        shared[2:] = b"cd"
+        del shared
+        info = await draft.publish(digest_of(draft.memory))
+
+        assert bytes((await other.get("w", version))[1]) == b"abcd"
+        assert info.digest == digest_of(b"abcd")
+
+
+async def test_what_is_no_draft_is_not_shared(connect: Callable[[], BlobStore]):
+    blobs = connect()
+
+    with pytest.raises(BlobError, match="segment 77 is no draft of 4 bytes"):
+        await blobs.shared(77, 4)
+
+
+async def test_a_name_that_is_forgotten_is_gone_and_what_was_got_stays(connect: Callable[[], BlobStore]):
+    writer, reader = connect(), connect()
+    for version in (1, 2):
+        await writer.put("w", version, 1, [b"old" * 1000])
+    await writer.put("other", 1, 1, [b"kept"])
+    _, held = await reader.get("w", 2)
+
+    await writer.forget("w")
+    await writer.forget("w")
+    again = await writer.put("w", 0, 1, [b"new" * 1000])
+
+    assert await reader.newest("w") == again
+    assert bytes(held) == b"old" * 1000
+    assert bytes((await reader.get("w", 0))[1]) == b"new" * 1000
+    assert bytes((await reader.get("other", 1))[1]) == b"kept"
+    with pytest.raises(BlobMissing):
+        await reader.get("w", 2)

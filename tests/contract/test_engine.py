@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from actors.engines.engine import EngineError, Work
-from actors.engines.section import PaceSection
-from actors.messages.generation import Sampling, Tokens, VersionSpan
-from bus.message import pack_i32, unpack_f32, unpack_i32
-from planning.step_cost import StepSums
+from rubato.actors.engines.engine import EngineError, Work
+from rubato.actors.engines.section import PaceSection
+from rubato.actors.messages.generation import Sampling, Tokens, VersionSpan
+from rubato.bus.message import pack_i32, unpack_f32, unpack_i32
+from rubato.planning.step_sums import StepSums
 from tests.contract.engines import (
     KINDS,
     MODELLED,
@@ -158,25 +158,21 @@ async def test_requests_in_flight_live_through_an_update_and_their_spans_say_whe
         assert found.spans[1].end == len(found.ids) // 4 == 60
 
 
-async def digest_of(engine, slices):
-    """What the engine tells of its tensors; None where its class can't."""
-    own = getattr(engine, "digest", None)
-    return None if own is None else await own(slices)
-
-
-@every_engine
-async def test_what_an_engine_computes_with_is_what_was_published_or_it_says_that_it_can_not_tell(engine, other_image):
+@modelled_engine
+async def test_what_an_engine_tells_that_it_computes_with_is_what_was_published(engine, other_image):
     whole = whole_of(other_image)
 
-    before = await digest_of(engine, whole.slices)
+    before = await engine.digest(whole.slices)
     await engine.update(1, other_image)
-    after = await digest_of(engine, whole.slices)
+    after = await engine.digest(whole.slices)
 
-    if after is not None:
-        assert whole.differing(after) == []
-        assert whole.differing(before) == [cut.name for cut in whole.slices]
-    else:
-        assert before is None
+    assert whole.differing(after) == []
+    assert whole.differing(before) == [cut.name for cut in whole.slices]
+
+
+@pytest.mark.parametrize("engine", ["scripted"], indirect=True)
+async def test_an_engine_without_tensors_says_that_it_can_not_tell(engine, other_image):
+    assert await engine.digest(whole_of(other_image).slices) is None
 
 
 @every_engine
@@ -223,18 +219,18 @@ async def test_a_request_that_can_never_run_is_refused_with_a_sentence(engine):
 
 @every_engine
 async def test_stopping_ends_every_request_as_aborted(engine):
-    ends = [asyncio.Event() for _ in range(12)]
+    some = asyncio.Event()
     results: list[str] = []
 
     async def run(i: int) -> None:
         async for chunk in engine.generate(Work(f"r{i}", "", prompt_of(i), Sampling(240))):
-            ends[i].set()
+            some.set()
             results.append(chunk.finish_reason) if chunk.finish_reason else None
 
     async with asyncio.TaskGroup() as tasks:
         for i in range(12):
             tasks.create_task(run(i))
-        await ends[0].wait()
+        await some.wait()
         await engine.stop()
 
     assert results == ["aborted"] * 12
@@ -306,9 +302,7 @@ async def test_an_engine_that_is_stopped_ends_a_step_that_would_last_for_hours(k
 
 @modelled_engine
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 1.0), (2.0, 1.0), (0.0, 1.0), (1.3, 0.9)])
-async def test_logprobs_are_of_the_distribution_sampled_from_as_transformers_has_it(
-    engine, model_folder, temperature, top_p
-):
+async def test_logprobs_are_of_the_distribution_sampled_from_as_transformers_has_it(engine, model_folder, temperature, top_p):
     """Greedy tokens have theirs at temperature 1."""
     sampling = Sampling(20, temperature, top_p)
     works = [Work(f"r{i}", f"s{i}", prompt_of(i, 3 + 5 * i), sampling) for i in range(9)]
@@ -383,13 +377,12 @@ async def test_after_an_update_the_new_weights_answer_also_for_a_cached_session(
 
 
 @pytest.mark.parametrize("kind", MODELLED)
-async def test_kept_caches_never_reach_a_session_that_begins_after_the_update(
-    kind, model_folder, other_image, tmp_path
-):
+async def test_kept_caches_never_reach_a_session_that_begins_after_the_update(kind, request, model_folder, other_image, tmp_path):
     other = write_model(tmp_path, seed=1)
     if kind == "vllm":
         pytest.importorskip("vllm")
-    async with running(kind, model_folder, kv_on_update="keep") as engine:
+    options = {"url": request.getfixturevalue("server_of")(model_folder)} if kind == "vllm_server" else {}
+    async with running(kind, model_folder, kv_on_update="keep", **options) as engine:
         prompt = prompt_of(9, 100)
         await collect(engine, Work("a", "before", prompt, Sampling(4)))
 

@@ -7,18 +7,10 @@ from multiprocessing import active_children
 import pytest
 import pytest_asyncio
 
-from actors.engines.engine import CAPABILITIES, EngineError, Work, capabilities, require
-from actors.engines.engine import EXPORT as TO_EXPORT
-from actors.messages.generation import Sampling, Tokens, VersionSpan
-from tests.contract.engines import (
-    DRAW_BY_POSITION,
-    KINDS,
-    collect,
-    every_engine,
-    first_tokens,
-    prompt_of,
-    running,
-)
+from rubato.actors.engines.engine import CAPABILITIES, EngineError, Work, capabilities, require
+from rubato.actors.engines.engine import EXPORT as TO_EXPORT
+from rubato.actors.messages.generation import Sampling, Tokens, VersionSpan
+from tests.contract.engines import DRAW_BY_POSITION, VLLM, collect, every_engine, first_tokens, prompt_of, running
 from tests.contract.test_engine import worst
 from tests.models import write_model
 
@@ -81,12 +73,7 @@ async def test_a_capability_that_is_not_stated_is_refused_in_a_sentence_and_one_
         else:
             with pytest.raises(EngineError, match=f"has not the capability {capability} .*engine.kind"):
                 require(engine, capability)
-    for verb, capability in (
-        ("export", "export"),
-        ("sleep", "sleep"),
-        ("wake", "sleep"),
-        ("reconfigure", "reconfigure"),
-    ):
+    for verb, capability in (("export", "export"), ("sleep", "sleep"), ("wake", "sleep"), ("reconfigure", "reconfigure")):
         assert hasattr(engine, verb) == (capability in capabilities(engine))
 
 
@@ -214,9 +201,7 @@ async def test_a_cache_says_what_it_holds(engine):
 
 
 @capable_engine
-async def test_a_cache_of_other_weights_is_not_used_and_the_request_goes_on_under_the_new_ones(
-    engine, other, other_image
-):
+async def test_a_cache_of_other_weights_is_not_used_and_the_request_goes_on_under_the_new_ones(engine, other, other_image):
     _, work = await moved(engine, other, Sampling(30, seed=3), at=5, with_cache=True)
     await other.update(1, other_image)
 
@@ -380,7 +365,7 @@ async def test_who_is_reconfigured_goes_on_where_it_was_with_other_gpus(engine):
     assert tokens.ids == unmoved.ids
 
 
-@pytest.mark.parametrize("engine", KINDS[-1:], indirect=True)
+@pytest.mark.parametrize("engine", [VLLM], indirect=True)
 async def test_vllm_goes_on_with_what_it_had_at_another_degree_and_back(engine, other_image, tmp_path):
     other = write_model(tmp_path, seed=1)
     await engine.update(3, other_image)
@@ -408,7 +393,7 @@ async def test_vllm_goes_on_with_what_it_had_at_another_degree_and_back(engine, 
         assert list(engine.switch_s) == ["export", "stop", "start", "weights"]
 
 
-@pytest.mark.parametrize("engine", KINDS[-1:], indirect=True)
+@pytest.mark.parametrize("engine", [VLLM], indirect=True)
 async def test_vllm_has_no_process_while_it_sleeps_and_wakes_with_the_newest_weights(engine, other_image, tmp_path):
     other = write_model(tmp_path, seed=1)
     late_work = Work("late", "late", prompt_of(5), Sampling(30, seed=4))
@@ -437,7 +422,7 @@ async def test_vllm_has_no_process_while_it_sleeps_and_wakes_with_the_newest_wei
     assert worst(other, [(late_work, late.result()[0])]) < 1e-4
 
 
-@pytest.mark.parametrize("engine", [*CAPABLE, KINDS[-1]], indirect=True)
+@pytest.mark.parametrize("engine", [*CAPABLE, VLLM], indirect=True)
 async def test_a_degree_that_can_not_be_is_refused_and_changes_nothing(engine):
     with pytest.raises(EngineError, match="degree=3 "):
         await engine.reconfigure(3)

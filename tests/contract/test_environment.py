@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 import torch
 
-from actors.envs.hosting import EnvFailure, EnvHost, check_step, sentence
-from actors.envs.section import EnvSection
+from rubato.actors.envs.hosting import EnvFailure, EnvHost, check_step, sentence
+from rubato.actors.envs.section import EnvSection
 
 USER = Path(__file__).with_name("user_env.py")
 
 ENVIRONMENTS = {
-    "frozen lake inline": {"class": "actors.envs.frozen_lake:FrozenLakeText"},
-    "frozen lake in a worker": {"class": "actors.envs.frozen_lake:FrozenLakeText", "isolation": "process"},
+    "frozen lake inline": {"class": "rubato.actors.envs.frozen_lake:FrozenLakeText"},
+    "frozen lake in a worker": {"class": "rubato.actors.envs.frozen_lake:FrozenLakeText", "isolation": "process"},
     "gymnasium": {
-        "class": "actors.envs.gymnasium:GymnasiumText",
+        "class": "rubato.actors.envs.gymnasium:GymnasiumText",
         "kwargs": {
             "id": "CliffWalking-v1",
             "actions": {"up": 0, "right": 1, "down": 2, "left": 3},
@@ -28,7 +28,7 @@ ENVIRONMENTS = {
         },
     },
     "gymnasium rendered": {
-        "class": "actors.envs.gymnasium:GymnasiumText",
+        "class": "rubato.actors.envs.gymnasium:GymnasiumText",
         "kwargs": {"id": "FrozenLake-v1", "actions": {"left": 0}, "render": True, "kwargs": {"is_slippery": False}},
     },
     "plain class in a worker": {"class": f"{USER}:Plain"},
@@ -133,8 +133,8 @@ async def test_a_class_declares_the_arguments_of_its_held_out_tasks(host_of, iso
     [
         (f"{USER}:Plain", False),
         (f"{USER}:Disjoint", True),
-        ("actors.envs.frozen_lake:FrozenLakeText", True),
-        ("actors.envs.gymnasium:GymnasiumText", False),
+        ("rubato.actors.envs.frozen_lake:FrozenLakeText", True),
+        ("rubato.actors.envs.gymnasium:GymnasiumText", False),
     ],
 )
 async def test_whether_there_is_a_held_out_split_is_known(host_of, target, has_split):
@@ -181,14 +181,8 @@ START_MISTAKES = [
     ("no_such_package:Env", "can't be loaded: .*no module no_such_package"),
     ("nowhere.py:Env", "can't be loaded: .*there is no file"),
     (f"{USER}:not_a_class", "can't be loaded: .*a class or function is needed"),
-    (
-        f"{USER}:RaisesInInit",
-        r"raised in __init__ \(seed 4211\): KeyError\('goal'\). 3 of 3 tries failed. Log: a.jsonl",
-    ),
-    (
-        f"{USER}:RaisesInReset",
-        r"raised in reset \(seed 4211\): KeyError\('goal'\). 8 of 8 seeds failed. Log: a.jsonl",
-    ),
+    (f"{USER}:RaisesInInit", r"raised in __init__ \(seed 4211\): KeyError\('goal'\). 3 of 3 tries failed. Log: a.jsonl"),
+    (f"{USER}:RaisesInReset", r"raised in reset \(seed 4211\): KeyError\('goal'\). 8 of 8 seeds failed. Log: a.jsonl"),
     (f"{USER}:HangsInReset", r"hung in reset \(seed 4211\): no answer within 0.3 s. 3 of 3 seeds failed"),
 ]
 
@@ -206,9 +200,7 @@ async def check_environment(settings, seed, *, log=""):
         await host.close()
 
 
-@pytest.mark.parametrize(
-    ("target", "words"), START_MISTAKES, ids=[target.rpartition(":")[2] for target, _ in START_MISTAKES]
-)
+@pytest.mark.parametrize(("target", "words"), START_MISTAKES, ids=[target.rpartition(":")[2] for target, _ in START_MISTAKES])
 async def test_a_broken_environment_is_found_before_the_job_begins(target, words):
     settings = section(**{"class": target, "reset_timeout_s": 0.3})
 
@@ -260,13 +252,8 @@ async def test_a_grader_may_be_async_wherever_it_runs(host_of, tmp_path, isolati
         "import asyncio\nasync def right(completion, answer):\n    await asyncio.sleep(0)\n    return completion == answer\n"
     )
     (tmp_path / "x.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
-    kwargs = {
-        "path": str(tmp_path / "x.jsonl"),
-        "prompt": "prompt",
-        "answer": "answer",
-        "grader": f"{tmp_path}/own.py:right",
-    }
-    host = await host_of(**{"class": "actors.data.graded_env:DataSetEnv", "kwargs": kwargs, "isolation": isolation})
+    kwargs = {"path": str(tmp_path / "x.jsonl"), "prompt": "prompt", "answer": "answer", "grader": f"{tmp_path}/own.py:right"}
+    host = await host_of(**{"class": "rubato.actors.data.graded_env:DataSetEnv", "kwargs": kwargs, "isolation": isolation})
     env, _, _ = await host.begin("train", 1)
 
     assert (await env.step("b"))[:3] == ("", 1.0, True)
@@ -275,13 +262,8 @@ async def test_a_grader_may_be_async_wherever_it_runs(host_of, tmp_path, isolati
 async def test_a_grader_that_fails_is_named_itself(host_of, tmp_path):
     (tmp_path / "own.py").write_text("def boom(completion, answer): return 1 / 0")
     (tmp_path / "x.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
-    kwargs = {
-        "path": str(tmp_path / "x.jsonl"),
-        "prompt": "prompt",
-        "answer": "answer",
-        "grader": f"{tmp_path}/own.py:boom",
-    }
-    settings = {"class": "actors.data.graded_env:DataSetEnv", "kwargs": kwargs}
+    kwargs = {"path": str(tmp_path / "x.jsonl"), "prompt": "prompt", "answer": "answer", "grader": f"{tmp_path}/own.py:boom"}
+    settings = {"class": "rubato.actors.data.graded_env:DataSetEnv", "kwargs": kwargs}
     host = await host_of(**settings)
     env, _, _ = await host.begin("train", 1)
 
@@ -289,9 +271,7 @@ async def test_a_grader_that_fails_is_named_itself(host_of, tmp_path):
         await env.step("b")
 
     text = sentence(section(**settings), caught.value, task="task sums, row 0", seed=1, log="log")
-    assert text.startswith(
-        f"grader {tmp_path}/own.py:boom raised in step (task sums, row 0, seed 1): ZeroDivisionError"
-    )
+    assert text.startswith(f"grader {tmp_path}/own.py:boom raised in step (task sums, row 0, seed 1): ZeroDivisionError")
 
 
 async def test_seeds_that_fail_in_the_trial_are_told_and_one_that_works_is_enough(host_of):
@@ -320,11 +300,7 @@ def test_scalars_of_numpy_and_torch_are_numbers_and_booleans(reward, ended):
     assert check_step(eval(f"('', {reward}, {ended}, True, {{}})", NAMES)) == ("", 1.0, False, True, {})
 
 
-CALL = {
-    "role": "assistant",
-    "content": None,
-    "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}],
-}
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]}
 RESULT = {"role": "tool", "tool_call_id": "1", "name": "f", "content": "42"}
 PARTS = {"role": "user", "content": [{"type": "text", "text": "4"}, {"type": "text", "text": "2"}]}
 
@@ -436,9 +412,7 @@ def test_a_container_of_the_users_own_class_is_not_asked_for_what_it_holds():
 
 
 @pytest.mark.parametrize("error", ["GeneratorExit", "KeyboardInterrupt", "BaseException"])
-@pytest.mark.parametrize(
-    ("method", "awaits"), [("__init__", False), *product(("reset", "step", "close"), (False, True))]
-)
+@pytest.mark.parametrize(("method", "awaits"), [("__init__", False), *product(("reset", "step", "close"), (False, True))])
 async def test_what_is_no_exception_ends_a_rollout_by_name_too(host_of, method, error, awaits):
     kwargs = {"method": method, "error": error, "awaits": awaits}
     host = await host_of(**{"class": f"{USER}:Ends", "kwargs": kwargs, "isolation": "inline", "reset_tries": 1})
@@ -469,9 +443,7 @@ async def test_a_step_that_swallows_its_cancellation_ends_by_name_and_with_it_it
     assert not env.usable
 
 
-@pytest.mark.parametrize(
-    ("name", "kwargs"), [("Shielded", {}), ("Deaf", {"method": "reset"}), ("Deaf", {"method": "close"})]
-)
+@pytest.mark.parametrize(("name", "kwargs"), [("Shielded", {}), ("Deaf", {"method": "reset"}), ("Deaf", {"method": "close"})])
 async def test_other_deaf_calls_end_in_time_too(host_of, name, kwargs):
     limits = {"step_timeout_s": 0.2, "reset_timeout_s": 0.2, "reset_tries": 1}
     host = await host_of(**{"class": f"{USER}:{name}", "kwargs": kwargs, **limits})

@@ -8,7 +8,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from actors.fabric.driver import (
+from rubato.actors.fabric.driver import (
     BadAnswer,
     BadCredentials,
     FabricError,
@@ -20,19 +20,10 @@ from actors.fabric.driver import (
     SwitchTimedOut,
     SwitchUnreachable,
 )
-from actors.fabric.restconf import Restconf, SonicDriver
-from planning.circuits import Cross
-from sim.virtual import run_virtual
-from tests.contract.ocs_switches import (
-    CAPABILITIES,
-    FakePolatis,
-    answering,
-    emulated,
-    over_http,
-    over_netconf,
-    polatis,
-    sonic,
-)
+from rubato.actors.fabric.restconf import Restconf, SonicDriver
+from rubato.planning.circuits import Cross
+from rubato.sim.virtual import run_virtual
+from tests.contract.ocs_switches import CAPABILITIES, FakePolatis, answering, emulated, over_http, over_netconf, polatis, sonic
 
 A, B, C, D = Cross(0, 4), Cross(4, 0), Cross(1, 5), Cross(0, 5)
 
@@ -137,9 +128,7 @@ async def test_deleting_what_is_not_there_is_never_taken_for_a_success_that_chan
 
 
 @pytest.mark.parametrize("login", [Login("rubato", "wrong"), Login()])
-@pytest.mark.parametrize(
-    "make", [lambda at: sonic(emulated(), at), lambda at: polatis(httpx.MockTransport(FakePolatis()), at)]
-)
+@pytest.mark.parametrize("make", [lambda at: sonic(emulated(), at), lambda at: polatis(httpx.MockTransport(FakePolatis()), at)])
 async def test_wrong_credentials_are_named(make, login):
     made = make(login)
 

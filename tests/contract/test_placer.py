@@ -6,7 +6,7 @@ import signal
 import pytest
 import pytest_asyncio
 
-from runtime.launch.placer import NotPlaced
+from rubato.runtime.launch.placer import NotPlaced
 from tests.contract.placers import ANY, BEDS, PlacerBed, does
 
 LIMIT_S = 30.0

@@ -5,8 +5,7 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
-from runtime.store.errors import Fenced, Forgotten
-from runtime.store.store import MAX_VALUE_BYTES, Append, Fence, Store, WriteNumber
+from rubato.runtime.store.store import MAX_VALUE_BYTES, Append, Fence, Fenced, Forgotten, Store, WriteNumber
 from tests.stores import STORE_KINDS, state_url_of, store_at
 
 
@@ -184,9 +183,7 @@ async def test_a_write_that_takes_the_fence_for_another_value_is_forgotten(store
 
     for token in (4, 5):
         with pytest.raises(Forgotten):
-            await store.write(
-                {"k": b""}, fence=Fence("x", token), turn=WriteNumber(9, after), append=Append("s", 1, [b""])
-            )
+            await store.write({"k": b""}, fence=Fence("x", token), turn=WriteNumber(9, after), append=Append("s", 1, [b""]))
 
     assert await store.scan("") == {}
     assert await store.read("s", 0) == []
@@ -195,17 +192,13 @@ async def test_a_write_that_takes_the_fence_for_another_value_is_forgotten(store
 
 @pytest.mark.parametrize("number", [1, 4, 99])
 @pytest.mark.parametrize("after", [None, NEVER, (4, 3), (5, 1)])
-async def test_a_zombie_is_told_that_it_is_fenced_whatever_its_number(
-    store: Store, number: int, after: tuple[int, int] | None
-):
+async def test_a_zombie_is_told_that_it_is_fenced_whatever_its_number(store: Store, number: int, after: tuple[int, int] | None):
     await take(store, "x", 4, writes=3)
     await take(store, "x", 5)
     await store.write({"k": b"new"}, fence=Fence("x", 5), turn=WriteNumber(2))
 
     with pytest.raises(Fenced, match=r"'x' writes with token 4, but 5 was seen"):
-        await store.write(
-            {"k": b"old"}, fence=Fence("x", 4), turn=WriteNumber(number, after), append=Append("s", 1, [b"1"])
-        )
+        await store.write({"k": b"old"}, fence=Fence("x", 4), turn=WriteNumber(number, after), append=Append("s", 1, [b"1"]))
 
     assert await store.get("k") == b"new"
     assert await store.read("s", 0) == []

@@ -8,14 +8,14 @@ import weakref
 
 import pytest
 
-from actors.checkpoints.model_folder import read_header, sampled_slices
-from actors.config import ModelSection
-from actors.engines.engine import EngineDead, EngineError, Work
-from actors.engines.section import EngineSection
-from actors.engines.torch_engine import TorchEngine
-from actors.messages.generation import Sampling, Tokens, VersionSpan
-from actors.weights.blobs import WeightsSample
-from bus.message import unpack_f32, unpack_i32
+from rubato.actors.checkpoints.model_folder import read_header, sampled_slices
+from rubato.actors.config import ModelSection
+from rubato.actors.engines.engine import EngineDead, EngineError, Work
+from rubato.actors.engines.section import EngineSection
+from rubato.actors.engines.torch_engine import TorchEngine
+from rubato.actors.messages.generation import Sampling, Tokens, VersionSpan
+from rubato.actors.weights.blobs import WeightsSample
+from rubato.bus.message import unpack_f32, unpack_i32
 from tests.contract.engines import whole_of
 from tests.models import logprobs, weights_image, write_model
 
@@ -44,7 +44,7 @@ def difference(folder, work, tokens) -> float:
 
 @pytest.mark.parametrize(
     ("family", "max_batch_tokens"),
-    [("qwen3", 7), ("qwen3", 2048), ("llama", 7), ("llama", 2048), ("mistral", 2048), ("qwen2", 2048)],
+    [("qwen3", 7), ("qwen3", 2048), ("llama", 7), ("llama", 2048), ("mistral", 2048), ("qwen2", 2048), ("qwen3_moe", 7)],
 )
 async def test_every_family_agrees_with_transformers_even_when_prefill_is_cut(tmp_path, family, max_batch_tokens):
     folder = write_model(tmp_path, family)
@@ -58,13 +58,11 @@ async def test_every_family_agrees_with_transformers_even_when_prefill_is_cut(tm
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["qwen3", "llama", "mistral", "qwen2"])
+@pytest.mark.parametrize("family", ["qwen3", "llama", "mistral", "qwen2", "qwen3_moe"])
 async def test_fused_and_turned_weights_are_told_as_they_were_published(tmp_path, family, dtype):
     write_model(tmp_path / "old", family)
     image = weights_image(write_model(tmp_path / "new", family, seed=1))
-    engine = TorchEngine(
-        tmp_path / "old", ModelSection(device="cpu", dtype=dtype), EngineSection(num_slots=2, max_len=64)
-    )
+    engine = TorchEngine(tmp_path / "old", ModelSection(device="cpu", dtype=dtype), EngineSection(num_slots=2, max_len=64))
     await engine.start()
     whole = whole_of(image)
     parts = sampled_slices(read_header(image, "it"), 1, 1)
@@ -101,9 +99,7 @@ async def test_short_turns_that_attend_together_agree_with_transformers(tmp_path
     firsts = [Work(f"a{i}", f"s{i}", tuple(range(2, 12 + 3 * i)), Sampling(1)) for i in range(12)]
     histories = [
         [*work.prompt, *unpack_i32(tokens.ids)]
-        for work, (tokens, _) in zip(
-            firsts, await asyncio.gather(*(collect(engine, work) for work in firsts)), strict=True
-        )
+        for work, (tokens, _) in zip(firsts, await asyncio.gather(*(collect(engine, work) for work in firsts)), strict=True)
     ]
 
     await engine.suspend()
@@ -227,7 +223,7 @@ async def test_a_model_folder_that_can_not_be_loaded_is_named_in_one_sentence(tm
 
 
 def test_the_engine_never_imports_transformers():
-    code = "import sys, actors.engines.torch_engine; print([m for m in sys.modules if m.startswith('transformers')])"
+    code = "import sys, rubato.actors.engines.torch_engine; print([m for m in sys.modules if m.startswith('transformers')])"
 
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
 
@@ -235,7 +231,7 @@ def test_the_engine_never_imports_transformers():
 
 
 def test_the_worker_is_imported_without_torch():
-    code = "import sys, actors.engines.worker; print('torch' in sys.modules)"
+    code = "import sys, rubato.actors.engines.worker; print('torch' in sys.modules)"
 
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
 
@@ -249,9 +245,7 @@ async def test_a_step_that_fails_ends_the_engine_and_everybody_hears_why(tmp_pat
         raise RuntimeError("out of memory")
 
     engine._steps.runner.step = broken
-    results = await asyncio.gather(
-        *(collect(engine, Work(f"r{i}", "", (5, 6), Sampling(4))) for i in range(6)), return_exceptions=True
-    )
+    results = await asyncio.gather(*(collect(engine, Work(f"r{i}", "", (5, 6), Sampling(4))) for i in range(6)), return_exceptions=True)
     with pytest.raises(EngineDead, match="out of memory"):
         await engine.suspend()
     await engine.stop()

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from bus.codec import MAX_FRAME_BYTES, Envelope, EnvelopeKind
-from bus.errors import BadAddress, BadFrame
-from bus.link import PROTOCOL, Greeting, Identity, Peer
-from bus.transport import Delivery, MemoryNetwork, MemoryTransport, Transport
-from bus.zmq import ZmqTransport
+from rubato.bus.codec import MAX_FRAME_BYTES, Envelope, EnvelopeKind
+from rubato.bus.errors import BadAddress, BadFrame
+from rubato.bus.link import PROTOCOL, Greeting, Identity, Peer
+from rubato.bus.memory import MemoryNetwork, MemoryTransport
+from rubato.bus.transport import Delivery, Transport
+from rubato.bus.zmq import ZmqTransport
 
 DEADLINE_S = 10
 
@@ -253,7 +254,7 @@ async def test_a_peer_of_another_run_is_refused_and_nothing_it_posts_is_delivere
 
 async def test_a_peer_of_another_protocol_version_is_refused(endpoints, monkeypatch):
     old, engine = await endpoints("proxy-1"), await endpoints("engine-1")
-    monkeypatch.setattr("bus.link.PROTOCOL", PROTOCOL + 1)
+    monkeypatch.setattr("rubato.bus.link.PROTOCOL", PROTOCOL + 1)
     old.post(engine.address, 1)
     monkeypatch.undo()
 
@@ -265,7 +266,7 @@ async def test_a_peer_of_another_protocol_version_is_refused(endpoints, monkeypa
 
 async def test_a_link_that_does_not_begin_with_hello_is_refused(endpoints, monkeypatch):
     rude, engine = await endpoints("proxy-1"), await endpoints("engine-1")
-    monkeypatch.setattr("bus.link._greeting", lambda kind, identity: envelope(EnvelopeKind.TELL, 0))
+    monkeypatch.setattr("rubato.bus.link._greeting", lambda kind, identity: envelope(EnvelopeKind.TELL, 0))
     rude.post(engine.address, 1)
     monkeypatch.undo()
 
@@ -291,7 +292,7 @@ async def test_a_second_hello_ends_the_link_on_both_sides(endpoints):
 
 async def test_a_refused_peer_may_come_back_with_a_new_link(endpoints, monkeypatch):
     peer, engine = await endpoints("proxy-1"), await endpoints("engine-1")
-    monkeypatch.setattr("bus.link.PROTOCOL", PROTOCOL + 1)
+    monkeypatch.setattr("rubato.bus.link.PROTOCOL", PROTOCOL + 1)
     peer.post(engine.address, 1)
     monkeypatch.undo()
     await peer.next_down()

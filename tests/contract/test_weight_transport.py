@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from actors.checkpoints.model_folder import slice_digest
-from actors.messages.weights import WeightsDigest, WeightsPublished, WeightsTaken
-from actors.weights.blobs import BlobReceiver, BlobSender
-from actors.weights.transport import WeightsMissing, WeightsReceiver, WeightsSender, WeightsVersion
-from runtime.actor import RunInfo
-from runtime.blobs.blob import MemoryBlobStore
-from runtime.blobs.client import BlobClient
-from runtime.blobs.server import BlobServer
-from runtime.kernel import NODE
+from rubato.actors.checkpoints.model_folder import slice_digest
+from rubato.actors.messages.weights import WeightsDigest, WeightsPublished, WeightsTaken
+from rubato.actors.weights.blobs import BlobReceiver, BlobSender
+from rubato.actors.weights.transport import WeightsMissing, WeightsReceiver, WeightsSender, WeightsVersion
+from rubato.runtime.actor import RunInfo
+from rubato.runtime.blobs.client import BlobClient
+from rubato.runtime.blobs.server import BlobServer
+from rubato.runtime.kernel import NODE
+from rubato.runtime.memory import MemoryBlobStore
 from tests.contract.weight_transports import CollectiveReceiver, CollectiveSender, Group
 
 
@@ -50,10 +50,7 @@ class Bed:
             shares[index % len(shares)][name] = np.full((3, 4), value + index, "<f4")
         self.sources = [Source(share) for share in shares]
         async with asyncio.TaskGroup() as tasks:
-            sending = [
-                tasks.create_task(sender.send(version, source))
-                for sender, source in zip(self.senders, self.sources, strict=True)
-            ]
+            sending = [tasks.create_task(sender.send(version, source)) for sender, source in zip(self.senders, self.sources, strict=True)]
         return [task.result() for task in sending]
 
     async def publish(self, version: WeightsVersion, value: float) -> WeightsPublished:
@@ -183,10 +180,7 @@ async def test_an_engine_that_can_not_tell_what_it_computes_with_disagrees_with_
 async def test_blobs_tell_an_engine_that_computes_with_tensors_of_another_adapter(tmp_path: Path):
     bed = Bed([BlobSender(host(MemoryBlobStore()))], [])
     await bed.publish(WeightsVersion("maths", 1, 1), 5.0)
-    whole, adapter = (
-        WeightsTaken("engine-1", 1, 1, WeightsDigest("float32", slice_digest(b"other") * 64), name)
-        for name in ("", "maths")
-    )
+    whole, adapter = (WeightsTaken("engine-1", 1, 1, WeightsDigest("float32", slice_digest(b"other") * 64), name) for name in ("", "maths"))
 
     assert bed.senders[0].disagreement(whole) == ""
     assert "engine-1 says that it has weights version 1" in bed.senders[0].disagreement(adapter)

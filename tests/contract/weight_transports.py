@@ -3,8 +3,8 @@
 import asyncio
 from collections import deque
 
-from actors.messages.weights import WeightsPublished
-from actors.weights.transport import WeightsMissing, WeightsPart
+from rubato.actors.messages.weights import WeightsPublished
+from rubato.actors.weights.transport import WeightsMissing, WeightsPart
 
 
 class Group:

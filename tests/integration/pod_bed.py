@@ -21,35 +21,27 @@ from typing import NamedTuple
 
 import msgspec
 
-from actors.config import ModelSection, TrainSection
-from actors.fabric.controller import FabricController
-from actors.fabric.emulated import Dialect, EmulatedSwitch
-from actors.messages.engines import GENERATION
-from actors.messages.fabric import (
-    AskCircuits,
-    AwaitCircuits,
-    CircuitsPromised,
-    CircuitsReady,
-    NoCircuits,
-    ReleaseCircuits,
-)
-from actors.messages.generation import Generate, Sampling
-from actors.messages.samples import Advance, PolicyState
-from actors.messages.weights import HoldWeights, WeightsTaken
-from actors.orchestrator.orchestrator import Orchestrator
-from actors.orchestrator.section import OrchestratorSection
-from actors.proxy.proxy import LLMProxy
-from actors.scripted.train_engine import ScriptedTrainEngine
-from actors.training.intents import FabricIntents
-from actors.training.publishing import Publisher
-from actors.weights.blobs import BlobSender
-from bus.keys import new_keys
-from bus.message import pack_i32
-from planning.demand import Demand
-from planning.engine_info import WeightsNeed
-from planning.pods import plan_pods
-from runtime.actor import Actor, handler
-from runtime.store.embedded import EmbeddedRedis
+from rubato.actors.config import ModelSection, TrainSection
+from rubato.actors.fabric.controller import FabricController
+from rubato.actors.fabric.emulated import Dialect, EmulatedSwitch
+from rubato.actors.messages.fabric import AskCircuits, AwaitCircuits, CircuitsPromised, CircuitsReady, NoCircuits, ReleaseCircuits
+from rubato.actors.messages.generation import GENERATION, Generate, Sampling
+from rubato.actors.messages.samples import Advance, PolicyState
+from rubato.actors.messages.weights import HoldWeights, WeightsTaken
+from rubato.actors.orchestrator.orchestrator import Orchestrator
+from rubato.actors.orchestrator.section import OrchestratorSection
+from rubato.actors.proxy.proxy import LLMProxy
+from rubato.actors.scripted.train_engine import ScriptedTrainEngine
+from rubato.actors.training.intents import FabricIntents
+from rubato.actors.training.publishing import Publisher
+from rubato.actors.weights.blobs import BlobSender
+from rubato.bus.keys import new_keys
+from rubato.bus.message import pack_i32
+from rubato.planning.demand import Demand
+from rubato.planning.engine_info import WeightsNeed
+from rubato.planning.pods import plan_pods
+from rubato.runtime.actor import Actor, handler
+from rubato.runtime.store.embedded import EmbeddedRedis
 from tests.faulty_switch import FaultySwitch
 from tests.integration.pod_hosts import ADDRESSES, ENGINES, FABRIC, KV_BYTES, PODS, TRICKLE_MBPS, AskCaches, Host, host
 from tests.jobs import clean_environment
@@ -218,12 +210,7 @@ class Bed:
         await self.trainer.intents.intend(
             "rollout", 2
         )  # the first one: nobody knows yet how long it lasts, so no phase is expected to follow
-        return {
-            "announced": _matrix(planned),
-            "lit": lit,
-            "sent": self.sent(),
-            "weights_bytes": self.trainer.out.size_bytes,
-        }
+        return {"announced": _matrix(planned), "lit": lit, "sent": self.sent(), "weights_bytes": self.trainer.out.size_bytes}
 
     async def _hold(self, engines: list[str], version: int, for_s: float) -> None:
         asks = [self.trainer.ref(name).ask(HoldWeights(version, 1, for_s), timeout=PATIENCE_S) for name in engines]
@@ -241,16 +228,13 @@ class Bed:
         self.mark()
         section = OrchestratorSection(enabled=True, planners=("rebalance",))
         orchestrator = await self._host.start(Orchestrator, "orchestrator-1", orchestrator=section)
-        await until(
-            lambda: {"orchestrator/circuits", "orchestrator/electrical"} & orchestrator.metrics.snapshot().keys()
-        )
+        await until(lambda: {"orchestrator/circuits", "orchestrator/electrical"} & orchestrator.metrics.snapshot().keys())
         during = next(iter(self.controller.lit.values()), self.lit())
         whole = await asyncio.gather(*self.asked)
         counted = orchestrator.metrics.snapshot()
         return {
             "asked": [
-                each._asdict()
-                | {"lit": each.epoch in self.controller.lit, "passed": self.controller.released.get(each.epoch)}
+                each._asdict() | {"lit": each.epoch in self.controller.lit, "passed": self.controller.released.get(each.epoch)}
                 for each in self.controller.asked
             ],
             "lit_before": before,

@@ -9,21 +9,21 @@ from typing import ClassVar
 
 import msgspec
 
-from actors import plugins
-from actors.engines.section import EngineSection, PaceSection, ScriptedSection
-from actors.engines.worker import EngineWorker
-from actors.fabric.section import FabricSection
-from bus.keys import Keys
-from bus.link import Identity
-from bus.message import Message, Request
-from bus.zmq import ZmqTransport
-from runtime.actor import RunInfo, handler
-from runtime.blobs.blob import MemoryBlobStore
-from runtime.blobs.hosts import HostBlobs
-from runtime.config import ActorConfig
-from runtime.kernel import Kernel
-from runtime.observe.log import logger
-from runtime.store.redis import RedisStore
+from rubato.actors import plugins
+from rubato.actors.engines.section import EngineSection, PaceSection, ScriptedSection
+from rubato.actors.engines.worker import EngineWorker
+from rubato.actors.fabric.section import FabricSection
+from rubato.bus.keys import Keys
+from rubato.bus.link import Identity
+from rubato.bus.message import Message, Request
+from rubato.bus.zmq import ZmqTransport
+from rubato.runtime.actor import RunInfo, handler
+from rubato.runtime.blobs.hosts import HostBlobs
+from rubato.runtime.config import ActorConfig
+from rubato.runtime.kernel import Kernel
+from rubato.runtime.memory import MemoryBlobStore
+from rubato.runtime.observe.log import logger
+from rubato.runtime.store.redis import RedisStore
 
 MODEL = "qwen2-57b-a14b"
 """A mixture of experts: its decode steps take longer with each further request, so that to share them out pays."""

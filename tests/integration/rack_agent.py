@@ -10,18 +10,17 @@ from pathlib import Path
 
 import msgspec
 
-from bus.keys import Keys
-from bus.link import Identity
-from bus.zmq import ZmqTransport
-from runtime.actor import RunInfo
-from runtime.blobs.blob import MemoryBlobStore
-from runtime.blobs.hosts import HostBlobs
-from runtime.blobs.messages import NotPulled, PullBlob
-from runtime.config import ActorConfig
-from runtime.kernel import Kernel
-from runtime.observe.log import logger
-from runtime.registry import ActorRecord
-from runtime.store.store import MemoryStore
+from rubato.bus.keys import Keys
+from rubato.bus.link import Identity
+from rubato.bus.zmq import ZmqTransport
+from rubato.runtime.actor import RunInfo
+from rubato.runtime.blobs.hosts import HostBlobs
+from rubato.runtime.config import ActorConfig
+from rubato.runtime.kernel import Kernel
+from rubato.runtime.memory import MemoryBlobStore, MemoryStore
+from rubato.runtime.messages import NotPulled, PullBlob
+from rubato.runtime.observe.log import logger
+from rubato.runtime.registry import ActorRecord
 
 
 async def serve(keys: Keys, address: str, size: str) -> None:

@@ -13,17 +13,16 @@ from tempfile import TemporaryDirectory
 
 import msgspec
 
-from actors.fabric.emulated import EmulatedSwitch
-from actors.fabric.section import FabricSection
-from bus.keys import new_keys
-from bus.link import Identity
-from bus.transport import MemoryNetwork, MemoryTransport
-from planning.circuits import Cross
-from runtime.actor import RunInfo
-from runtime.blobs.blob import MemoryBlobStore
-from runtime.kernel import Kernel
-from runtime.observe.log import logger
-from runtime.store.store import MemoryStore
+from rubato.actors.fabric.emulated import EmulatedSwitch
+from rubato.actors.fabric.section import FabricSection
+from rubato.bus.keys import new_keys
+from rubato.bus.link import Identity
+from rubato.bus.memory import MemoryNetwork, MemoryTransport
+from rubato.planning.circuits import Cross
+from rubato.runtime.actor import RunInfo
+from rubato.runtime.kernel import Kernel
+from rubato.runtime.memory import MemoryBlobStore, MemoryStore
+from rubato.runtime.observe.log import logger
 from tests.jobs import clean_environment
 from tools.fabric_namespaces import NoNamespaces, Racks, enter
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from actors.training.base_model import make_tokenizer, write_tokenizer
-from runtime.errors import ExitCode
+from rubato.actors.training.base_model import make_tokenizer, write_tokenizer
+from rubato.runtime.errors import ExitCode
 from tests.jobs import SMALL, rubato
 
 pytestmark = pytest.mark.slow
@@ -27,7 +27,7 @@ ENGINE = (
     "pace: {hardware: h800, model: qwen3-8b, scale: 0.1}}"
 )
 POOLS = (
-    '  engine: {class: "actors.engines.worker:EngineWorker", pools: {near: {count: 1, hardware: h800}, '
+    '  engine: {class: "rubato.actors.engines.worker:EngineWorker", pools: {near: {count: 1, hardware: h800}, '
     "far: {count: 2, hardware: h20, set: {engine.pace.hardware: h20}}}}"
 )
 TASKS = """

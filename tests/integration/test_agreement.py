@@ -10,7 +10,7 @@ from tests.jobs import LEARNING, rubato, write_model
 pytestmark = pytest.mark.slow
 
 DEAF = """
-from actors.engines.torch_engine import StepLoop, TorchEngine
+from rubato.actors.engines.torch_engine import StepLoop, TorchEngine
 
 
 class Deaf(TorchEngine):
@@ -29,7 +29,7 @@ class Silent(Deaf):
 """
 
 ODD = """
-from actors.scripted.engine import ScriptedEngine
+from rubato.actors.scripted.engine import ScriptedEngine
 
 
 class Odd(ScriptedEngine):
@@ -49,9 +49,7 @@ def ended(tmp_path):
 
     def run(engine, *overrides, since=0):
         (tmp_path / "deaf.py").write_text(DEAF.replace("FROM", str(since)))
-        config = LEARNING.replace("kind: scripted", f"kind: {engine}").replace(
-            "check: {enabled: false}", "check: {every: 3}"
-        )
+        config = LEARNING.replace("kind: scripted", f"kind: {engine}").replace("check: {enabled: false}", "check: {every: 3}")
         (tmp_path / "job.yaml").write_text(config.replace("env: {", f"env: {{class: '{BAD_ENVS}:Uneven', "))
         model = write_model(tmp_path / "model")
         done = rubato(

@@ -50,25 +50,15 @@ def test_a_job_survives_its_async_environment_which_leaves_no_process_behind(tmp
     (tmp_path / "env.py").write_text(ENV)
     (tmp_path / "small.yaml").write_text(SMALL)
     write_model(tmp_path / "model")
-    changes = (
-        "env.isolation=auto",
-        "env.class=env.py:Env",
-        "env.step_timeout_s=1",
-        "run.steps=100000",
-        "env.concurrency=1",
-    )
+    changes = ("env.isolation=auto", "env.class=env.py:Env", "env.step_timeout_s=1", "run.steps=100000", "env.concurrency=1")
     job = subprocess.Popen(
-        [sys.executable, "-m", "runtime.cli", "launch", "small.yaml", "--run-dir", "run", f"model.path={tmp_path}/model", *changes],
+        [sys.executable, "-m", "rubato.runtime.cli", "launch", "small.yaml", "--run-dir", "run", f"model.path={tmp_path}/model", *changes],
         cwd=tmp_path, env=clean_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     assert job.stdout is not None
 
     said: list[str] = []
-    wanted = [
-        rf"step of Env \({tmp_path}/env.py:\d+\) blocked its environment manager",
-        "hung in step",
-        r"^ +\d+  +1.00 ",
-    ]
+    wanted = [rf"step of Env \({tmp_path}/env.py:\d+\) blocked its environment manager", "hung in step", r"^ +\d+  +1.00 "]
     while wanted and (line := job.stdout.readline()):
         said.append(line)
         wanted = wanted[1:] if re.search(wanted[0], line) else wanted

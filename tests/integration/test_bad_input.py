@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from actors.checkpoints import checkpoint as checkpoints
-from runtime import cli
-from runtime.store.embedded import EmbeddedRedis
+from rubato.actors.checkpoints import checkpoint as checkpoints
+from rubato.runtime import cli
+from rubato.runtime.store.embedded import EmbeddedRedis
 from tests.jobs import ACTING, LEARNING, Ended, clean_environment, left_behind, rubato, write_model
 
 pytestmark = pytest.mark.slow
@@ -56,9 +56,7 @@ def model(tmp_path_factory) -> Path:
 @pytest.fixture
 def place(tmp_path: Path, model: Path) -> Path:
     """A folder of the user's: configs, broken environments, and folders that are not what they should be."""
-    (tmp_path / "small.yaml").write_text(
-        LEARNING.replace("env: {", f"env: {{class: '{BAD_ENVS}:Uneven', ") + f"model: {{path: {model}}}\n"
-    )
+    (tmp_path / "small.yaml").write_text(LEARNING.replace("env: {", f"env: {{class: '{BAD_ENVS}:Uneven', ") + f"model: {{path: {model}}}\n")
     (tmp_path / "acting.yaml").write_text(ACTING + f"\nmodel: {{path: {model}}}\n")
     (tmp_path / "broken.yaml").write_text("run: {steps: 2\n")
     (tmp_path / "file").write_text("no folder")
@@ -98,7 +96,7 @@ def running(tmp_path_factory, model: Path) -> Iterator[Path]:
     """The folder of a run that waits: nothing in it trains."""
     folder = tmp_path_factory.mktemp("running")
     (folder / "acting.yaml").write_text(ACTING + f"\nmodel: {{path: {model}}}\n")
-    command = [sys.executable, "-m", "runtime.cli", "launch", "acting.yaml", "--run-dir", str(folder / "run")]
+    command = [sys.executable, "-m", "rubato.runtime.cli", "launch", "acting.yaml", "--run-dir", str(folder / "run")]
     with (folder / "out").open("wb") as out:
         job = subprocess.Popen(command, cwd=folder, env=clean_environment(), stdout=out, stderr=out)
     try:
@@ -138,8 +136,8 @@ CONFIGS = [
     pytest.param((*LAUNCH, "tasks={hot: {class: 'envs.py:Good'}, cold: {class: 'envs.py:Good', temperature: 0}}", "--dry-run"), "tasks.cold.temperature is 0: all rollouts of a group would be the same, and nothing is learned from equal rewards. Set it to 1, or tasks.cold.weight to 0 if it is only to be evaluated.", id="greedy training of one task"),
     pytest.param((*LAUNCH, "actors.env_manager.count=0"), "Set actors.env_manager.count=1,", id="zero env managers"),
     pytest.param((*LAUNCH, "actors.trainer.count=2"), "Set actors.trainer.count=1.", id="two trainers"),
-    pytest.param((*LAUNCH, "actors.trainer.class=actors.training.trainer:Trainr"), "Did you mean Trainer?", id="mistyped actor class"),
-    pytest.param((*LAUNCH, "engine.kind=foo"), "engine.kind: foo is not torch, vllm or scripted, nor a class of yours as package.module:Class.", id="unknown engine"),
+    pytest.param((*LAUNCH, "actors.trainer.class=rubato.actors.training.trainer:Trainr"), "Did you mean Trainer?", id="mistyped actor class"),
+    pytest.param((*LAUNCH, "engine.kind=foo"), "engine.kind: foo is not torch, vllm, vllm_server or scripted, nor a class of yours as package.module:Class.", id="unknown engine"),
     pytest.param((*LAUNCH, "engine.kind=nope:Engine"), "engine.kind: nope:Engine does not exist: there is no module nope.", id="engine class missing"),
     pytest.param((*LAUNCH, "env.class=gone.py:Env"), "env.class: gone.py:Env does not exist: there is no file", id="env file missing"),
     pytest.param((*LAUNCH, "env.class=envs.py:Godo"), "env.class: envs.py:Godo does not exist: envs.py defines no Godo", id="env class missing"),
@@ -151,7 +149,7 @@ CONFIGS = [
     pytest.param((*LAUNCH, "train.clip_low=0.5"), "train: clip_low=0.5 is above clip_high=0.28", id="clip bounds the wrong way round"),
     pytest.param((*LAUNCH, "train.importance.cap=0.5"), "train.importance.cap is 0.5; it must be a number at least 1.", id="importance cap below 1"),
     pytest.param((*LAUNCH, "train.betas=[1.5,0.9]"), "train.betas.0 is 1.5; it must be below 1.", id="betas out of range"),
-    pytest.param((*LAUNCH, "actors.reward_service={class: 'actors.rewards.service:RewardService'}", "reward.functions=[nope:f]"), "reward.functions: nope:f does not exist: there is no module nope.", id="reward module missing"),
+    pytest.param((*LAUNCH, "actors.reward_service={class: 'rubato.actors.rewards.service:RewardService'}", "reward.functions=[nope:f]"), "reward.functions: nope:f does not exist: there is no module nope.", id="reward module missing"),
     pytest.param((*LAUNCH, "reward.functions=[nope:f]"), "reward.functions names nope:f, but actors has no reward_service to call it.", id="reward without a service"),
     pytest.param((*LAUNCH, "run.steps=true"), "run.steps is true; it must be a whole number at least 0.", id="true for a count"),
     pytest.param((*LAUNCH, "train.lr=yes"), "train.lr is 'yes'; it must be a number above 0.", id="yes for a number"),
@@ -260,7 +258,7 @@ def test_a_signal_while_the_launch_prepares_ends_it_without_a_trace(number, plac
     (place / "slow.py").write_text("import time\nprint('{}', flush=True)\ntime.sleep(600)\n")
     environment = clean_environment()
     environment["PYTHONPATH"] = f"{place}:{environment['PYTHONPATH']}"
-    command = [sys.executable, "-m", "runtime.cli", *LAUNCH, "prepare=[slow]"]
+    command = [sys.executable, "-m", "rubato.runtime.cli", *LAUNCH, "prepare=[slow]"]
 
     with tempfile.TemporaryDirectory(prefix="t-") as sockets:  # pytest's folders are too long for sockets
         environment["TMPDIR"] = sockets
@@ -335,7 +333,7 @@ REWARDS = [
 @pytest.mark.parametrize(("name", "sentence"), REWARDS)
 def test_a_reward_function_that_never_scores_ends_the_job_with_one_sentence(name, sentence, place):
     (place / "rewards.py").write_text(BAD_REWARDS)
-    service = "actors.reward_service={class: actors.rewards.service:RewardService}"
+    service = "actors.reward_service={class: rubato.actors.rewards.service:RewardService}"
 
     command = ("launch", "acting.yaml", "--run-dir", "run", service, f"reward.functions=[rewards.py:{name}]")
     ended = rubato(*command, "env.concurrency=64", "train.batch_groups=32", cwd=place)
@@ -373,9 +371,7 @@ def test_where_four_tasks_in_seven_fail_the_user_is_told_and_the_others_are_trai
     assert len(_rows(place / "run")) == 10
     for what in ("raised in step", "hung in step", "a reward of nan", "crashed in step"):
         assert what in ended.out
-    assert re.search(
-        r"\d of the last \d+ tasks failed in their environment; the job goes on with the others", ended.out
-    )
+    assert re.search(r"\d of the last \d+ tasks failed in their environment; the job goes on with the others", ended.out)
     samples = [json.loads(line) for line in (place / "run" / "samples.jsonl").read_text().splitlines()]
     assert {line["reason"] for line in samples if line["fate"] == "failed"} == {
         "env_step_failed", "env_timeout", "env_bad_result"
@@ -472,9 +468,7 @@ LOSS_CHANGES = [
 
 
 @pytest.mark.parametrize(("changes", "told"), LOSS_CHANGES)
-def test_a_resumed_run_with_another_loss_has_the_clip_bounds_of_that_loss(
-    changes, told, stopped, place, monkeypatch, capsys
-):
+def test_a_resumed_run_with_another_loss_has_the_clip_bounds_of_that_loss(changes, told, stopped, place, monkeypatch, capsys):
     monkeypatch.chdir(place)
 
     code = cli.main(("launch", "--resume", "run", "--dry-run", *changes))
@@ -494,7 +488,7 @@ BAD_CHANGES = [
     pytest.param(["train.kl_coef=0.1", "train.reference=/gone"], "model folder /gone does not exist. Set train.reference", id="reference model missing"),
     pytest.param(["rollout.top_p=0.5"], "rollout.top_p is 0.5; it must be 1", id="top-p in training"),
     pytest.param(["eval.samples=0"], "eval.samples is 0; it must be a whole number", id="k below 1"),
-    pytest.param(["engine.kind=tensorflow"], "engine.kind: tensorflow is not torch, vllm or scripted", id="unknown engine"),
+    pytest.param(["engine.kind=tensorflow"], "engine.kind: tensorflow is not torch, vllm, vllm_server or scripted", id="unknown engine"),
     pytest.param(["env.class=gone.py:Env"], "env.class: gone.py:Env does not exist: there is no file", id="env missing"),
     pytest.param(["model.path=/gone"], "model folder /gone does not exist. Set model.path", id="model missing"),
     pytest.param(["model.path={place}/other"], "is another model than the one that", id="another model"),
@@ -506,9 +500,7 @@ BAD_CHANGES = [
 
 @pytest.mark.parametrize("dry", [True, False])
 @pytest.mark.parametrize(("changes", "sentence"), BAD_CHANGES)
-def test_a_run_that_is_resumed_with_a_mistake_stays_as_it_was(
-    changes, sentence, dry, stopped, place, model, monkeypatch, capsys
-):
+def test_a_run_that_is_resumed_with_a_mistake_stays_as_it_was(changes, sentence, dry, stopped, place, model, monkeypatch, capsys):
     monkeypatch.chdir(place)
     shutil.copytree(place / "headless", place / "other")
     shutil.copy(model / "model.safetensors", place / "other")

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from runtime.errors import ExitCode
+from rubato.runtime.errors import ExitCode
 from tests.jobs import SMALL, rubato, write_model
 
 pytestmark = pytest.mark.slow
@@ -14,12 +14,12 @@ def first_alone(completions, *, trajectory, **columns):
     return [1.0 if name.split(".")[1] == "0" else None for name in trajectory]
 """
 
-SERVICE = '  trainer: {class: "actors.training.trainer:Trainer"}\n'
+SERVICE = '  trainer: {class: "rubato.actors.training.trainer:Trainer"}\n'
 
 
 def test_a_run_whose_groups_never_fill_is_told_so_and_ends_and_keeps_what_failed(tmp_path):
     (tmp_path / "mine.py").write_text(REWARD)
-    config = SMALL.replace(SERVICE, SERVICE + '  reward_service: {class: "actors.rewards.service:RewardService"}\n')
+    config = SMALL.replace(SERVICE, SERVICE + '  reward_service: {class: "rubato.actors.rewards.service:RewardService"}\n')
     config = config.replace("group_size: 2", "group_size: 4") + f"model: {{path: {write_model(tmp_path / 'model')}}}\n"
     (tmp_path / "small.yaml").write_text(config)
 

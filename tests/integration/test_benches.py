@@ -18,14 +18,17 @@ BENCHES = ROOT / "tools" / "bench"
 
 OWN = {
     "drains": "integration/test_drains_bench.py",
+    "padding": "unit/tools/test_padding.py",
     "rewards": "integration/test_rewards_bench.py",
     "rollout": "integration/test_rollout_bench.py",
     "tail": "integration/test_tail_bench.py",
     "turns": "integration/test_turns_bench.py",
+    "vllm_weights": "integration/test_vllm_weights_bench.py",
 }
 """Started by tests of their own, which also look at what they measure."""
 
 FEW = {
+    "adapters": (["--hidden", "128", "--layers", "2", "--slots", "4"], r"step_two_mixed_ms +\d"),
     "affinity": (["--short", "--only", "uniform"], r"all h800 +[\d.]+ samples/s paced"),
     "bulk": (["--runs", "1"], r"\d\.\d"),
     "bus": (["--runs", "1", "--only", "rubato"], r"rubato"),
@@ -36,9 +39,11 @@ FEW = {
 
 SHORT = {
     "alpha_live": ([], r"α auto: \S+ s to the goal"),
+    "fit": ([], r"adapter +\d+ MB measured"),
     "multiplexing": ([], r"short: cost efficiency \d"),
     "orchestrator": ([], r"uniform: off [\d.]+ s, on [\d.]+ s.*virtual"),
     "quickstart": ([], r"actors: 0.8 after .* 3 steps in \d"),
+    "ranks": ([], r"grad_rel_err +\d"),
     "vs_trl": ([], r"Rubato: [\d.]+ samples/s"),
     "weights": (["--deltas"], r'"changed_frac": 0\.\d'),
 }

@@ -11,28 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from runtime.blobs.blob import BlobCorrupt, BlobError, BlobInfo, digest_of
-from runtime.blobs.client import BlobClient
-from runtime.blobs.packets import (
-    MAX_PACKET,
-    Begin,
-    Denied,
-    Drop,
-    Found,
-    Get,
-    Publish,
-    Room,
-    decode_reply,
-    encode,
-)
-from runtime.blobs.server import BlobServer
+from rubato.runtime.blobs.blob import BlobCorrupt, BlobError, BlobInfo, digest_of
+from rubato.runtime.blobs.client import MAX_PACKET, Begin, BlobClient, Denied, Drop, Found, Get, Publish, Room, decode_reply, encode
+from rubato.runtime.blobs.server import BlobServer
 
 ROOT = Path(__file__).parents[2]
 
 WRITER = """
 import asyncio, sys
 from pathlib import Path
-from runtime.blobs.client import BlobClient
+from rubato.runtime.blobs.client import BlobClient
 
 async def main():
     client = BlobClient(Path(sys.argv[1]))
@@ -48,7 +36,7 @@ asyncio.run(main())
 READER = """
 import asyncio, sys
 from pathlib import Path
-from runtime.blobs.client import BlobClient
+from rubato.runtime.blobs.client import BlobClient
 
 async def main():
     _, view = await BlobClient(Path(sys.argv[1])).get("w", 1)
@@ -119,9 +107,7 @@ async def test_a_writer_that_is_killed_leaves_what_it_finished_and_nothing_half_
     assert content == b"x" * 5_000_000
 
 
-async def test_memory_is_used_again_once_its_last_reader_has_let_go_and_not_before(
-    server: BlobServer, client: BlobClient, tmp_path: Path
-):
+async def test_memory_is_used_again_once_its_last_reader_has_let_go_and_not_before(server: BlobServer, client: BlobClient, tmp_path: Path):
     reader = BlobClient(tmp_path / "blobs.sock")
     await client.put("w", 1, 0, [b"1" * 5_000_000])
     _, held = await reader.get("w", 1)
@@ -140,9 +126,7 @@ async def test_memory_is_used_again_once_its_last_reader_has_let_go_and_not_befo
     await reader.close()
 
 
-async def test_the_token_of_a_reader_that_is_killed_goes_with_it(
-    server: BlobServer, client: BlobClient, tmp_path: Path
-):
+async def test_the_token_of_a_reader_that_is_killed_goes_with_it(server: BlobServer, client: BlobClient, tmp_path: Path):
     await client.put("w", 1, 0, [b"1" * 5_000_000])
     reader = await started(READER, tmp_path)
     assert await reader.stdout.readline() == b"5000000\n"
@@ -176,9 +160,7 @@ async def test_each_process_maps_a_segment_once_and_unmaps_what_is_gone(client: 
     await reader.close()
 
 
-async def test_a_cancelled_put_shows_nothing_and_writes_into_nobody_elses_memory(
-    server: BlobServer, client: BlobClient
-):
+async def test_a_cancelled_put_shows_nothing_and_writes_into_nobody_elses_memory(server: BlobServer, client: BlobClient):
     put = asyncio.get_running_loop().create_task(client.put("w", 1, 0, [b"\1" * (64 << 20)]))
     await until(lambda: server.num_segments == 1)
     put.cancel()
@@ -205,9 +187,7 @@ async def test_the_token_of_a_cancelled_get_is_given_back(server: BlobServer, cl
     assert server.num_segments <= 4
 
 
-async def test_of_two_writers_of_a_version_the_higher_epoch_stands_whoever_finishes_last(
-    raw: RawClient, client: BlobClient
-):
+async def test_of_two_writers_of_a_version_the_higher_epoch_stands_whoever_finishes_last(raw: RawClient, client: BlobClient):
     segment = await raw.write(b"old")
     await client.put("w", 1, 2, [b"new"])
 

@@ -9,15 +9,15 @@ from pathlib import Path
 import httpx
 import pytest
 
-from runtime.config import from_mapping
-from runtime.embed import embed
+from rubato.runtime.config.compose import from_mapping
+from rubato.runtime.embed import embed
 from tests.jobs import write_model
 
 pytestmark = pytest.mark.slow
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "embedded_job.py"
 JUDGE = """
-from actors.rewards.judge import judge
+from rubato.actors.rewards.judge import judge
 score = judge("http://127.0.0.1:{port}/v1", "own", prompt="Rate {{completion}}", read=lambda verdict: len(verdict) / 100, max_tokens=3)
 """
 
@@ -36,16 +36,14 @@ def free_port() -> int:
 async def running(folder: Path, model: Path, port: int, *overrides: str):
     """The embedded example with a chat server."""
     tree = runpy.run_path(str(EXAMPLE))["JOB"]
-    actors = {**tree["actors"], "chat_server": {"class": "actors.gateway.chat_server:ChatServer"}}
-    actors["reward_service"] = {"class": "actors.rewards.service:RewardService"}
+    actors = {**tree["actors"], "chat_server": {"class": "rubato.actors.gateway.chat_server:ChatServer"}}
+    actors["reward_service"] = {"class": "rubato.actors.rewards.service:RewardService"}
     tree = {**tree, "actors": actors, "model": {"path": str(model)}, "chat": {"port": port}}
     async with embed(from_mapping(tree, overrides), folder) as job:
         yield job
 
 
-async def test_a_chat_is_answered_by_the_engines_and_what_cannot_be_had_is_refused_in_a_sentence(
-    tmp_path, model, monkeypatch
-):
+async def test_a_chat_is_answered_by_the_engines_and_what_cannot_be_had_is_refused_in_a_sentence(tmp_path, model, monkeypatch):
     monkeypatch.setenv("RUBATO_CHAT_TOKEN", "secret")
     port, chat = free_port(), {"messages": [{"role": "user", "content": "wind 1"}], "max_tokens": 4}
     async with running(tmp_path, model, port, "run.steps=100000") as job:
@@ -77,9 +75,7 @@ async def test_a_chat_is_answered_by_the_engines_and_what_cannot_be_had_is_refus
     assert greedy.status_code == 200
     assert models["data"][0]["id"] == tmp_path.name
     assert {answer.status_code for answer in refused.values()} == {400}
-    assert all(what in answer.json()["error"]["message"] for what, answer in refused.items()), [
-        answer.text for answer in refused.values()
-    ]
+    assert all(what in answer.json()["error"]["message"] for what, answer in refused.items()), [answer.text for answer in refused.values()]
     assert (no_json.status_code, stranger.status_code) == (400, 401)
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from actors.cluster.board import read_board
-from runtime.launch.card import read_card
-from runtime.launch.shared import open_shared
-from runtime.store.errors import StoreUnavailable
-from runtime.store.redis import RedisStore
+from rubato.actors.cluster.board import read_board
+from rubato.runtime.launch.card import read_card
+from rubato.runtime.launch.shared import open_shared
+from rubato.runtime.store.redis import RedisStore
+from rubato.runtime.store.store import StoreUnavailable
 from tests.jobs import left_behind
 from tests.shared_jobs import Lab, until, write_jobs
 
@@ -37,7 +37,7 @@ def test_two_jobs_finish_though_scheduler_and_launcher_are_killed_between(lab):
     lab.submit("a", "run.steps=40")
     lab.submit("b", "run.steps=40")
     lab.reached("a", 3)
-    lives = [lab.pid_of("actors.cluster.job"), lab.pid_of("trainer-1")]
+    lives = [lab.pid_of("rubato.actors.cluster.job"), lab.pid_of("trainer-1")]
 
     lab.kill(lab.pid_of("scheduler-1"))
     lab.reached("b", 3)
@@ -154,10 +154,7 @@ def test_real_jobs_take_turns_and_one_that_never_fits_is_told_so(lab):
     for pool in ("rollout-0", "training-0"):
         holders = [event.stand.job for event in held[pool] if event.kind == "holds"]
         assert min(holders.count("a"), holders.count("b")) >= 3
-    for typo, near, ended in (
-        ("rollout_pool=rolout-0", "rollout-0", mistyped),
-        ("training_pool=training", "training-0", left_out),
-    ):
+    for typo, near, ended in (("rollout_pool=rolout-0", "rollout-0", mistyped), ("training_pool=training", "training-0", left_out)):
         assert ended.code == 2
         assert (
             f"cluster.{typo}: the cluster in {lab.folder} has no such pool. Did you mean {near}? It has rollout-0, training-0.\n"
@@ -217,11 +214,7 @@ def test_a_job_reaches_permits_and_nothing_else_of_cluster_or_other_jobs(lab):
     assert others == ["nothing", "refused", "refused"]
     assert len({cluster.state_url, a.state_url, b.state_url}) == 3
     assert len({cluster.sockets, a.sockets, b.sockets}) == 3
-    for path in (
-        lab.folder / "cluster.json",
-        lab.folder / "submitted" / "a.yaml",
-        lab.folder / "jobs" / "b" / "run.json",
-    ):
+    for path in (lab.folder / "cluster.json", lab.folder / "submitted" / "a.yaml", lab.folder / "jobs" / "b" / "run.json"):
         assert path.stat().st_mode & 0o777 == 0o600
     for path in (lab.folder / "submitted", lab.folder / "jobs", Path(b.sockets)):
         assert path.stat().st_mode & 0o777 == 0o700

@@ -7,12 +7,12 @@ import msgspec
 import pytest
 import zmq
 
-from bus.codec import Envelope, EnvelopeKind
-from bus.errors import BadAddress, BadKeys
-from bus.keys import KeyPair, Keys, check_keys, new_keys
-from bus.link import Identity, Peer
-from bus.transport import Delivery
-from bus.zmq import ZmqTransport
+from rubato.bus.codec import Envelope, EnvelopeKind
+from rubato.bus.errors import BadAddress, BadKeys
+from rubato.bus.keys import KeyPair, Keys, check_keys, new_keys
+from rubato.bus.link import Identity, Peer
+from rubato.bus.transport import Delivery
+from rubato.bus.zmq import ZmqTransport
 
 LOOPBACK = "tcp://127.0.0.1:*"
 
@@ -26,9 +26,7 @@ class Watched:
         self.downs: asyncio.Queue[tuple[Peer, str]] = asyncio.Queue()
 
     async def __aenter__(self) -> "Watched":
-        await self.transport.start(
-            self.arrived.put_nowait, lambda peer, reason, refusal: self.downs.put_nowait((peer, reason))
-        )
+        await self.transport.start(self.arrived.put_nowait, lambda peer, reason, refusal: self.downs.put_nowait((peer, reason)))
         return self
 
     async def __aexit__(self, *_: object) -> None:

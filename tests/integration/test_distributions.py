@@ -11,6 +11,8 @@ import pytest
 
 from tests.jobs import LEARNING, SMALL, left_behind, write_model
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 DISTRIBUTIONS = ("plugins/ocs", "examples/plugins")
 
@@ -77,7 +79,7 @@ def python(installed: Path, *arguments: object, cwd: Path, **env: str) -> "subpr
 
 def test_each_plug_in_is_imported_from_where_it_was_installed(installed, tmp_path):
     script = (
-        "import sys; from runtime.importer import load_configured\n"
+        "import sys; from rubato.runtime.importer import load_configured\n"
         "for target in sys.argv[1:]: print(sys.modules[load_configured(target).__module__].__file__)"
     )
 
@@ -93,23 +95,13 @@ def test_a_config_that_names_them_is_taken(installed, tmp_path):
     named = f"launch.backend={SEAMS['launch.backend']}"
 
     ended = python(
-        installed,
-        "-m",
-        "runtime.cli",
-        "launch",
-        "small.yaml",
-        "--dry-run",
-        "model.path=/none",
-        *hosts,
-        named,
-        cwd=tmp_path,
+        installed, "-m", "rubato.runtime.cli", "launch", "small.yaml", "--dry-run", "model.path=/none", *hosts, named, cwd=tmp_path
     )
 
     assert named.partition("=")[2] in ended.stdout
     assert "launch.backend" not in ended.stderr
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(500)  # a host of its own joins beside the first, on two cores
 def test_a_job_with_one_of_each_seam_plays_with_all_of_them(installed, tmp_path):
     (tmp_path / "small.yaml").write_text(LEARNING)
@@ -123,7 +115,7 @@ def test_a_job_with_one_of_each_seam_plays_with_all_of_them(installed, tmp_path)
     job = (f"model.path={model}", "env.class=easy.py:Easy", *slow, *far, *named)
 
     ended = python(
-        installed, "-m", "runtime.cli", "launch", "small.yaml", *job, "--run-dir", run,
+        installed, "-m", "rubato.runtime.cli", "launch", "small.yaml", *job, "--run-dir", run,
         cwd=tmp_path, HOST_PREFIX=str(tmp_path / "prefix"), HOST_LOCK=str(tmp_path / "lock"),
     )  # fmt: skip
 

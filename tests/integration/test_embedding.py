@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from runtime.config import from_mapping
-from runtime.embed import embed
-from runtime.store.store import MemoryStore
-from sim.audit import AuditLimits, audit
+from rubato.runtime.config.compose import from_mapping
+from rubato.runtime.embed import embed
+from rubato.runtime.memory import MemoryStore
+from rubato.sim.audit import AuditLimits, audit
 from tests.jobs import SMALL, clean_environment, left_behind, python, rubato, write_model
 
 pytestmark = pytest.mark.slow
@@ -44,7 +44,7 @@ def running_job(elsewhere: Path, model: Path) -> Iterator[Path]:
     command = [
         sys.executable,
         "-m",
-        "runtime.cli",
+        "rubato.runtime.cli",
         "launch",
         "small.yaml",
         "--run-dir",
@@ -73,13 +73,7 @@ def test_an_example_is_a_program_of_under_40_lines(example):
 
 def test_an_environment_and_a_reward_named_in_the_config_are_trained_on(elsewhere, model):
     shutil.copy(QUICKSTART, elsewhere)
-    small = (
-        "run.steps=2",
-        "train.batch_groups=2",
-        "train.group_size=2",
-        "eval.final_num_tasks=4",
-        "actors.engine.count=1",
-    )
+    small = ("run.steps=2", "train.batch_groups=2", "train.group_size=2", "eval.final_num_tasks=4", "actors.engine.count=1")
 
     ended = rubato(
         "launch",
@@ -155,16 +149,14 @@ def test_a_process_of_the_users_own_plays_rollouts_of_a_running_job(elsewhere, r
 
 def test_a_guest_can_not_take_the_name_of_an_actor(elsewhere, running_job):
     (elsewhere / "impostor.py").write_text(
-        "import asyncio, sys\nfrom runtime.guest import join\n"
+        "import asyncio, sys\nfrom rubato.runtime.guest import join\n"
         "async def main():\n    async with join(sys.argv[1], name='trainer-1'):\n        pass\n"
         "asyncio.run(main())\n"
     )
 
     ended = python("impostor.py", running_job, cwd=elsewhere)
 
-    assert ended.err.splitlines()[-1].endswith(
-        "trainer-1 is taken in the run in " + str(running_job) + ". Join it under another name."
-    )
+    assert ended.err.splitlines()[-1].endswith("trainer-1 is taken in the run in " + str(running_job) + ". Join it under another name.")
 
 
 def _rows(run: Path) -> list[dict[str, float]]:

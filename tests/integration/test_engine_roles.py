@@ -12,12 +12,10 @@ JOB = Path(__file__).parents[2] / "configs/cluster_job.yaml"
 
 @pytest.mark.slow
 def test_a_job_trains_and_evaluates_with_engines_of_two_roles(tmp_path):
-    line = '  engine: {class: "actors.engines.worker:EngineWorker"}\n'
+    line = '  engine: {class: "rubato.actors.engines.worker:EngineWorker"}\n'
     text = JOB.read_text()
     assert line in text
-    (tmp_path / "job.yaml").write_text(
-        text.replace(line, line.replace("engine:", "near_engine:") + line.replace("engine:", "far_engine:"))
-    )
+    (tmp_path / "job.yaml").write_text(text.replace(line, line.replace("engine:", "near_engine:") + line.replace("engine:", "far_engine:")))
 
     ended = rubato(
         "launch", "job.yaml", "run.steps=4", "eval.every=2", "eval.num_tasks=4", "train.scripted.step_s=0.1",

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from actors.checkpoints import checkpoint as checkpoints
-from runtime.config import load
-from runtime.errors import ExitCode
+from rubato.actors.checkpoints import checkpoint as checkpoints
+from rubato.runtime.config.compose import load
+from rubato.runtime.errors import ExitCode
 from tests.jobs import LEARNING, rubato, write_model
 
 pytestmark = pytest.mark.slow
@@ -73,10 +73,7 @@ def test_a_model_folder_and_the_newest_checkpoint_of_a_run_make_a_table(place):
     ("arguments", "words"),
     [
         (("gone", "small.yaml"), "gone is no folder. Name a model folder, a checkpoint, or the folder of a run."),
-        (
-            ("model",),
-            "model is of no run with a config.yaml, so eval needs a config: rubato eval model configs/quickstart.yaml",
-        ),
+        (("model",), "model is of no run with a config.yaml, so eval needs a config: rubato eval model configs/quickstart.yaml"),
         (("run", "eval.samples=2"), "run is of no run with a config.yaml, so eval needs a config"),
         (("model", "gone.yaml"), "gone.yaml does not exist."),
         (("model", "small.yaml", "eval.sample=2"), "eval.sample is not a key. Did you mean eval.samples?"),

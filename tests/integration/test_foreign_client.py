@@ -23,15 +23,15 @@ ROOT = Path(__file__).parents[2]
 SERVER = """
 import asyncio, sys
 from pathlib import Path
-from bus.link import Identity
-from bus.message import Ack, Array, Buffer, Message, Request
-from bus.zmq import ZmqTransport
-from runtime.actor import Actor, RunInfo, handler
-from runtime.config import ActorConfig
-from runtime.blobs.blob import MemoryBlobStore
-from runtime.kernel import Kernel
-from runtime.observe.log import logger
-from runtime.store.store import MemoryStore
+from rubato.bus.link import Identity
+from rubato.bus.message import Ack, Array, Buffer, Message, Request
+from rubato.bus.zmq import ZmqTransport
+from rubato.runtime.actor import Actor, RunInfo, handler
+from rubato.runtime.config import ActorConfig
+from rubato.runtime.memory import MemoryBlobStore
+from rubato.runtime.kernel import Kernel
+from rubato.runtime.observe.log import logger
+from rubato.runtime.memory import MemoryStore
 
 class Echoed(Message, frozen=True):
     text: str
@@ -113,9 +113,7 @@ BAD_BODY, CANCEL, CREDIT, HELLO, WELCOME, REFUSED = 10, 11, 12, 13, 14, 15
 ARRAY_BESIDE, BUFFER_BESIDE = 2, 4
 PROTOCOL = 2
 PAGE = (ROOT / "docs" / "bus.md").read_text()
-WINDOW_MESSAGES, WINDOW_BYTES = map(
-    int, re.search(r"at\s+first\s+(\d+)\s+messages\s+and\s+(\d+)\s+bytes", PAGE).groups()
-)
+WINDOW_MESSAGES, WINDOW_BYTES = map(int, re.search(r"at\s+first\s+(\d+)\s+messages\s+and\s+(\d+)\s+bytes", PAGE).groups())
 
 
 class Client:
@@ -292,10 +290,7 @@ def test_a_cancelled_ask_is_not_answered_and_its_work_ends(connect):
     [
         ({"run": "another"}, "foreign-1 belongs to run 'another', server-1 belongs to run 'the-run'"),
         ({"protocol": 0}, "foreign-1 speaks protocol 0, server-1 speaks 2"),
-        (
-            {"schema": "0000000000000000"},
-            "foreign-1 has other message types (0000000000000000) than server-1 (5ca1ab1e5ca1ab1e)",
-        ),
+        ({"schema": "0000000000000000"}, "foreign-1 has other message types (0000000000000000) than server-1 (5ca1ab1e5ca1ab1e)"),
     ],
     ids=["run", "protocol", "schema"],
 )
@@ -331,7 +326,7 @@ def job(tmp_path):
     (tmp_path / "acting.yaml").write_text(ACTING)
     write_tokenizer(tmp_path / "model")
     settings = [f"model.path={tmp_path / 'model'}", "run.steps=100000", "engine.scripted.vocab_size=257"]
-    command = [sys.executable, "-m", "runtime.cli", "launch", "acting.yaml", *settings, "--run-dir", "run"]
+    command = [sys.executable, "-m", "rubato.runtime.cli", "launch", "acting.yaml", *settings, "--run-dir", "run"]
     with (tmp_path / "out").open("wb") as out:
         process = subprocess.Popen(command, cwd=tmp_path, env=clean_environment(), stdout=out, stderr=out)
     try:
@@ -353,9 +348,7 @@ def leases(store, run):
     until = dict(store.zrange(f"{place}:until", 0, -1, withscores=True))
     values = zip(names, store.hmget(f"{place}:values", names), strict=True) if names else ()
     return {
-        name.decode().removeprefix("actor/"): msgpack.unpackb(value)
-        for name, value in values
-        if until[name] > seconds * 1_000_000 + micros
+        name.decode().removeprefix("actor/"): msgpack.unpackb(value) for name, value in values if until[name] > seconds * 1_000_000 + micros
     }
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from runtime.config import from_mapping
-from runtime.launch import forks as module
-from runtime.launch.children import is_stopped
-from runtime.launch.forks import Forks, NotForked, forks
-from runtime.launch.processes import ProcessBackend
+from rubato.runtime.config.compose import from_mapping
+from rubato.runtime.launch import forks as module
+from rubato.runtime.launch.children import is_stopped
+from rubato.runtime.launch.forks import Forks, NotForked, forks
+from rubato.runtime.launch.processes import ProcessBackend
 from tests.jobs import clean_environment, import_path, left_behind
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not module.can_fork(), reason="needs Linux")]
@@ -50,8 +50,8 @@ async def test_what_is_forked_is_a_child_of_ours_with_a_session_and_a_title_of_i
         parents = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()
         assert int(parents[1]) == os.getpid()
         assert os.getsid(child.pid) == child.pid
-        assert words_of(child.pid)[1:] == ["-m", "runtime.node", str(run), "engine-1"]
-        assert words_of(parent.pid)[2:4] == ["runtime.launch.warm", str(run)]
+        assert words_of(child.pid)[1:] == ["-m", "rubato.runtime.node", str(run), "engine-1"]
+        assert words_of(parent.pid)[2:4] == ["rubato.runtime.launch.warm", str(run)]
         child.send_signal(signal.SIGTERM)
         assert await child.wait() == -signal.SIGTERM
         child.send_signal(signal.SIGTERM)  # of nobody
@@ -169,7 +169,7 @@ async def test_sigterm_ends_the_warm_parent_also_while_it_imports(run, modules):
 LAUNCHER = """
 import asyncio, os, signal, sys
 from pathlib import Path
-from runtime.launch.forks import forks
+from rubato.runtime.launch.forks import forks
 
 async def main(run):
     async with asyncio.TaskGroup() as tasks, forks(run, sys.argv[2:], tasks) as kept:
@@ -220,10 +220,7 @@ async def test_torch_has_as_many_threads_in_a_child_as_it_asks_for(run, modules)
     modules("numbers_too", NUMBERS)
     (run / "run.json").unlink()
     # The first thing that an actor imports by itself says what it finds.
-    modules(
-        "uvloop",
-        "import numbers_too, sys\nprint('threads', numbers_too.add(), numbers_too.torch.get_num_threads())\nsys.exit(3)",
-    )
+    modules("uvloop", "import numbers_too, sys\nprint('threads', numbers_too.add(), numbers_too.torch.get_num_threads())\nsys.exit(3)")
     async with asyncio.TaskGroup() as tasks:
         kept = Forks(run, ["torch"])
         kept._modules.remove("uvloop")
@@ -241,7 +238,7 @@ async def test_torch_has_as_many_threads_in_a_child_as_it_asks_for(run, modules)
 # -- the back end of a launch -------------------------------------------------------------------------------------
 
 
-JOB = {"actors": {"reward_service": {"class": "actors.rewards.service:RewardService"}}}
+JOB = {"actors": {"reward_service": {"class": "rubato.actors.rewards.service:RewardService"}}}
 
 
 async def test_an_actor_starts_by_itself_where_nobody_forks_it(run):
@@ -252,7 +249,7 @@ async def test_an_actor_starts_by_itself_where_nobody_forks_it(run):
         never = await ProcessBackend(run, job, Forks(run, [])).start("reward_service-3")
 
         for number, child in enumerate((forked, executed, never), start=1):
-            assert words_of(child._process.pid)[1:] == ["-m", "runtime.node", str(run), f"reward_service-{number}"]
+            assert words_of(child._process.pid)[1:] == ["-m", "rubato.runtime.node", str(run), f"reward_service-{number}"]
             child.kill()
             assert (await child.ended()).how == "signal 9"
 
@@ -268,10 +265,10 @@ async def test_an_actor_starts_by_itself_where_nobody_forks_it(run):
     ],
 )
 def test_what_needs_a_process_of_its_own_is_not_forked(overrides, forked, monkeypatch):
-    from runtime.launch.processes import modules_of
+    from rubato.runtime.launch.processes import modules_of
 
-    monkeypatch.setattr("actors.checkpoints.model_folder.GPUS", ())
-    job = from_mapping({"actors": {"engine": {"class": "actors.engines.worker:EngineWorker"}}}, overrides)
+    monkeypatch.setattr("rubato.actors.checkpoints.devices.GPUS", ())
+    job = from_mapping({"actors": {"engine": {"class": "rubato.actors.engines.worker:EngineWorker"}}}, overrides)
 
     assert (("engine", "") in modules_of(job)) == forked
 
@@ -287,9 +284,9 @@ def test_what_needs_a_process_of_its_own_is_not_forked(overrides, forked, monkey
     ],
 )
 def test_a_pool_decides_whether_its_processes_are_forked(pool, forked, monkeypatch):
-    from runtime.launch.processes import modules_of
+    from rubato.runtime.launch.processes import modules_of
 
-    monkeypatch.setattr("actors.checkpoints.model_folder.GPUS", ())
-    engine = {"class": "actors.engines.worker:EngineWorker", "pools": {"decode": pool}}
+    monkeypatch.setattr("rubato.actors.checkpoints.devices.GPUS", ())
+    engine = {"class": "rubato.actors.engines.worker:EngineWorker", "pools": {"decode": pool}}
 
     assert (("engine", "decode") in modules_of(from_mapping({"actors": {"engine": engine}}))) == forked

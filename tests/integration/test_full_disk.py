@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from actors.checkpoints import checkpoint as checkpoints
-from runtime.errors import ExitCode
-from runtime.launch.card import read_card
-from runtime.launch.folder import RunFolder
+from rubato.actors.checkpoints import checkpoint as checkpoints
+from rubato.runtime.errors import ExitCode
+from rubato.runtime.launch.card import read_card
+from rubato.runtime.launch.folder import RunFolder
 from tests.jobs import SMALL, clean_environment, write_model
 
 ROOM_MB = 64
@@ -85,7 +85,7 @@ async def kept_full(path: Path, seconds: float) -> None:
 
 def launched(place: Path, output: Path, *words: str) -> subprocess.Popen[bytes]:
     with output.open("w") as file:
-        command = [sys.executable, "-m", "runtime.cli", "launch", *words]
+        command = [sys.executable, "-m", "rubato.runtime.cli", "launch", *words]
         return subprocess.Popen(command, cwd=place, env=clean_environment(), stdout=file, stderr=file)
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from bus.codec import Envelope
-from bus.keys import Keys, new_keys
-from runtime.launch import gate as gates
-from runtime.launch.gate import (
+from rubato.bus.codec import Envelope
+from rubato.bus.keys import Keys, new_keys
+from rubato.runtime.launch import gate as gates
+from rubato.runtime.launch.gate import (
     GateClient,
     GateFrame,
     GateServer,

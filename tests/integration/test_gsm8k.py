@@ -44,10 +44,7 @@ def test_a_model_of_the_hub_s_cache_trains_and_its_checkpoints_stand_alone(tmp_p
     snapshot = hub_copy(model, tmp_path / "hub")
     data = tmp_path / "data" / "gsm8k" / "main"
     data.mkdir(parents=True)
-    rows = {
-        "question": [f"What is {n} and 1?" for n in range(8)],
-        "answer": [f"{n}+1={n + 1}\n#### {n + 1}" for n in range(8)],
-    }
+    rows = {"question": [f"What is {n} and 1?" for n in range(8)], "answer": [f"{n}+1={n + 1}\n#### {n + 1}" for n in range(8)]}
     for split in ("train", "test"):
         pyarrow.parquet.write_table(pyarrow.table(rows), data / f"{split}-00000-of-00001.parquet")
 

@@ -10,12 +10,12 @@ import msgspec
 import pytest
 import zmq
 
-import bus.limits
-from bus.codec import MAX_FRAME_BYTES, Envelope, EnvelopeKind
-from bus.keys import new_keys
-from bus.link import PROTOCOL, Greeting, Identity, Peer
-from bus.transport import Delivery
-from bus.zmq import ZmqTransport
+import rubato.bus.limits
+from rubato.bus.codec import MAX_FRAME_BYTES, Envelope, EnvelopeKind
+from rubato.bus.keys import new_keys
+from rubato.bus.link import PROTOCOL, Greeting, Identity, Peer
+from rubato.bus.transport import Delivery
+from rubato.bus.zmq import ZmqTransport
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + b"\0" + bytes(31)
 READY = b"\x04\x1c\x05READY\x0bSocket-Type\0\0\0\x06DEALER"
@@ -30,9 +30,7 @@ class Engine:
         self.downs: asyncio.Queue[tuple[Peer, str]] = asyncio.Queue()
 
     async def start(self) -> "Engine":
-        await self.transport.start(
-            self.arrived.put_nowait, lambda peer, reason, refusal: self.downs.put_nowait((peer, reason))
-        )
+        await self.transport.start(self.arrived.put_nowait, lambda peer, reason, refusal: self.downs.put_nowait((peer, reason)))
         return self
 
     async def counted(self, reason: str, times: int = 1) -> None:
@@ -138,7 +136,7 @@ async def test_a_message_cut_off_between_its_parts_is_never_seen(engine, tmp_pat
 
 
 async def test_a_flood_of_connections_is_capped_and_those_that_were_there_go_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(bus.limits, "MAX_CONNECTIONS", 40)
+    monkeypatch.setattr(rubato.bus.limits, "MAX_CONNECTIONS", 40)
     engine = await Engine("tcp://127.0.0.1:*").start()
     port = int(engine.transport.address.rpartition(":")[2])
     early = await Engine(f"ipc://{tmp_path}/early").start()
@@ -160,7 +158,7 @@ async def test_a_flood_of_connections_is_capped_and_those_that_were_there_go_on(
 
 
 async def test_a_stranger_that_never_finishes_its_handshake_is_dropped(tmp_path, monkeypatch):
-    monkeypatch.setattr(bus.limits, "HANDSHAKE_MS", 100)
+    monkeypatch.setattr(rubato.bus.limits, "HANDSHAKE_MS", 100)
     engine = await Engine("tcp://127.0.0.1:*").start()
     port = int(engine.transport.address.rpartition(":")[2])
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -173,7 +171,7 @@ async def test_a_stranger_that_never_finishes_its_handshake_is_dropped(tmp_path,
 
 
 async def test_a_peer_that_never_reads_is_hung_up_on_and_what_waited_for_it_is_freed(tmp_path, monkeypatch):
-    monkeypatch.setattr(bus.limits, "MAX_QUEUED", 50)
+    monkeypatch.setattr(rubato.bus.limits, "MAX_QUEUED", 50)
     engine = await Engine(f"ipc://{tmp_path}/engine").start()
     _, writer = await connect(engine)
     for frame in (hello(), msgspec.msgpack.encode([envelope(1)])):

@@ -43,7 +43,7 @@ def started(log: Path, *arguments: object, cwd: Path) -> Iterator["subprocess.Po
     """`rubato ARGUMENTS…` while the block runs; what it says is in `log`."""
     with log.open("wb") as file:
         process = subprocess.Popen(
-            [sys.executable, "-m", "runtime.cli", *map(str, arguments)],
+            [sys.executable, "-m", "rubato.runtime.cli", *map(str, arguments)],
             cwd=cwd, env=clean_environment(), stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True,
         )  # fmt: skip
     try:
@@ -112,9 +112,7 @@ def test_a_head_without_an_engine_waits_for_one_and_hosts_come_and_go(place):
     launch = ("launch", "small.yaml", f"model.path={place / 'model'}", "run.steps=100000", "bus.host=127.0.0.1")
     with started(place / "head.log", *launch, "actors.engine.count=0", "--run-dir", run, cwd=place) as launcher:
         advice = "no engine is up; bring one with: rubato add engine"
-        until(
-            lambda: advice in " ".join(rubato("monitor", run, "--why", cwd=place).out.split()), "the wait for an engine"
-        )
+        until(lambda: advice in " ".join(rubato("monitor", run, "--why", cwd=place).out.split()), "the wait for an engine")
         token = rubato("keys", "join-token", "--run", run, cwd=place).out.strip()
         engines = ("add", "engine", "--join", token, "--run-dir", second)
         managers = ("add", "env_manager", "--join", token, "--run-dir", third)
@@ -130,9 +128,7 @@ def test_a_head_without_an_engine_waits_for_one_and_hosts_come_and_go(place):
             here = rubato("add", "env_manager", "--run", second, cwd=place)
             there = rubato("add", "env_manager", "--run", run, "--host", node, cwd=place)
             nowhere = rubato("add", "env_manager", "--run", run, "--host", "node-9", cwd=place)
-            until(
-                lambda: set(hosts_of(run)[node]) == {"engine-1", "env_manager-3", "env_manager-4"}, "both on that host"
-            )
+            until(lambda: set(hosts_of(run)[node]) == {"engine-1", "env_manager-3", "env_manager-4"}, "both on that host")
 
             unknown = rubato("drain", "env_manager-3", "nosuch", "--run", run, cwd=place)
             last = rubato("drain", node, "--run", run, cwd=place)
@@ -187,10 +183,7 @@ def test_a_host_address_without_keys_is_refused_with_the_command_that_makes_them
 def test_an_address_that_stands_for_all_is_refused(place, host):
     ended = rubato("launch", "small.yaml", "--run-dir", place / "all", f"bus.host='{host}'", cwd=place)
 
-    assert (ended.code, ended.err) == (
-        2,
-        f"bus.host={host} is no address that another host could use. Name one of this host's own.\n",
-    )
+    assert (ended.code, ended.err) == (2, f"bus.host={host} is no address that another host could use. Name one of this host's own.\n")
 
 
 def test_an_address_of_another_host_is_refused(place):
@@ -214,7 +207,7 @@ SECRET = "s3cret-of-the-environment: #'"
 
 KEYED_ENV = '''
 import os
-from actors.envs.frozen_lake import FrozenLakeText
+from rubato.actors.envs.frozen_lake import FrozenLakeText
 
 class Keyed(FrozenLakeText):
     """Needs a key, and says too much where it is wrong."""
@@ -238,7 +231,7 @@ def test_a_host_joins_over_ipv6_a_run_that_made_its_model_and_takes_a_secret_fro
         "launch",
         "small.yaml",
         "model.path=model",
-        "prepare=[actors.training.base_model]",
+        "prepare=[rubato.actors.training.base_model]",
         "train.kind=scripted",
         "engine.scripted.vocab_size=615",
         "bus.host=[::1]",

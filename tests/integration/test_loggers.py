@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from runtime.errors import ExitCode
+from rubato.runtime.errors import ExitCode
 from tests.jobs import SMALL, rubato, write_model
 
 pytestmark = pytest.mark.slow

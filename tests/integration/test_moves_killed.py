@@ -9,22 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from actors.training.base_model import make_tokenizer, write_tokenizer
-from sim.audit import AuditLimits, audit
+from rubato.actors.training.base_model import make_tokenizer, write_tokenizer
+from rubato.sim.audit import AuditLimits, audit
 from tests.jobs import SMALL, clean_environment, left_behind, rubato
 
 pytestmark = pytest.mark.slow
 
 LIMIT_S = 90.0
 
-KILLS = [
-    ("prepare", "proxy"),
-    ("prepared", "source"),
-    ("prepared", "target"),
-    ("take", "target"),
-    ("taken", "source"),
-    ("taken", "proxy"),
-]
+KILLS = [("prepare", "proxy"), ("prepared", "source"), ("prepared", "target"), ("take", "target"), ("taken", "source"), ("taken", "proxy")]
 """Stage and victim; tests/simulation/test_moves.py has all of them, in virtual time."""
 
 STAGED = """
@@ -33,15 +26,15 @@ import os
 import signal
 from pathlib import Path
 
-from actors import plugins
-from actors.engines.worker import EngineWorker
-from actors.messages.generation import Inspect
-from actors.messages.moves import Move, Moved, MovePrepared, NotMoved, PrepareMove, TakeMove
-from actors.moves.engine import EngineMoves
-from actors.proxy.proxy import LLMProxy
-from bus.errors import AskFailed
-from bus.message import Ack
-from runtime.actor import Actor, handler
+from rubato.actors import plugins
+from rubato.actors.engines.worker import EngineWorker
+from rubato.actors.messages.generation import Inspect
+from rubato.actors.messages.moves import Move, Moved, MovePrepared, NotMoved, PrepareMove, TakeMove
+from rubato.actors.moves.engine import EngineMoves
+from rubato.actors.proxy.proxy import LLMProxy
+from rubato.bus.errors import AskFailed
+from rubato.bus.message import Ack
+from rubato.runtime.actor import Actor, handler
 
 PLACE = Path("PLACE")
 
@@ -115,8 +108,8 @@ class Mover(Actor):
 """
 
 JOB = (
-    SMALL.replace("actors.engines.worker:EngineWorker\"", "staged.py:StagedEngine\", count: 2, restart_window_s: 0.001")
-    .replace("actors.proxy.proxy:LLMProxy\"", "staged.py:StagedProxy\", restart_window_s: 0.001")
+    SMALL.replace("rubato.actors.engines.worker:EngineWorker\"", "staged.py:StagedEngine\", count: 2, restart_window_s: 0.001")
+    .replace("rubato.actors.proxy.proxy:LLMProxy\"", "staged.py:StagedProxy\", restart_window_s: 0.001")
     .replace("  trainer:", '  mover: {class: "staged.py:Mover"}\n  trainer:')
     .replace("token_s: 0.0", f"token_s: 0.02, stop_share: 0.0, vocab_size: {make_tokenizer().get_vocab_size()}")
     .replace("max_new_tokens: 2", "max_new_tokens: 24")
@@ -137,7 +130,7 @@ def place(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def launcher(place: Path) -> Iterator["subprocess.Popen[bytes]"]:
-    command = [sys.executable, "-m", "runtime.cli", "launch", "job.yaml", f"model.path={place / 'model'}"]
+    command = [sys.executable, "-m", "rubato.runtime.cli", "launch", "job.yaml", f"model.path={place / 'model'}"]
     with (place / "out").open("wb") as out:
         launcher = subprocess.Popen(
             [*command, "run.steps=100000", "--run-dir", "run"],

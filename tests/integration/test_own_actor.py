@@ -38,11 +38,9 @@ def mine(tmp_path: Path) -> Path:
 @pytest.fixture
 def running(mine: Path, model: Path) -> Iterator[Path]:
     """The user's folder, in which a job goes on until it is stopped."""
-    command = [sys.executable, "-m", "runtime.cli", "launch", "job.yaml", "--run-dir", "run", "run.steps=100000"]
+    command = [sys.executable, "-m", "rubato.runtime.cli", "launch", "job.yaml", "--run-dir", "run", "run.steps=100000"]
     with (mine / "out").open("wb") as out:
-        job = subprocess.Popen(
-            [*command, f"model.path={model}", *SMALL], cwd=mine, env=clean_environment(), stdout=out, stderr=out
-        )
+        job = subprocess.Popen([*command, f"model.path={model}", *SMALL], cwd=mine, env=clean_environment(), stdout=out, stderr=out)
     try:
         eventually(lambda: job.poll() is not None or len(rows(mine / "run")) > 1)
         assert job.poll() is None, (mine / "out").read_text()
@@ -95,17 +93,12 @@ def test_an_edit_of_the_users_files_changes_nothing_in_a_running_job(running):
     run = running / "run"
     for name in ("messages.py", "grader.py"):
         text = (running / name).read_text()
-        (running / name).write_text(
-            text.replace("    answer: str", "    answer: str\n    language: str") + "\nbroken(\n"
-        )
+        (running / name).write_text(text.replace("    answer: str", "    answer: str\n    language: str") + "\nbroken(\n")
     before = shown(run)
     for name in ("grader-1", "grader-2"):
         os.kill(before[name]["pid"], signal.SIGKILL)
     eventually(
-        lambda: all(
-            shown(run).get(name, before[name])["incarnation"] > before[name]["incarnation"]
-            for name in ("grader-1", "grader-2")
-        )
+        lambda: all(shown(run).get(name, before[name])["incarnation"] > before[name]["incarnation"] for name in ("grader-1", "grader-2"))
     )
     done = len(rows(run))
     eventually(lambda: len(rows(run)) > done + 2 and graded(run) > 0)
@@ -125,9 +118,7 @@ def test_a_stopped_run_goes_on_from_another_folder_under_the_code_it_began_with(
     elsewhere.mkdir()
     launcher = json.loads((run / "run.json").read_text())["launcher_pid"]
     os.kill(launcher, signal.SIGINT)
-    eventually(
-        lambda: "Go on with: " in (running / "out").read_text() and not Path(f"/proc/{launcher}/cmdline").read_bytes()
-    )
+    eventually(lambda: "Go on with: " in (running / "out").read_text() and not Path(f"/proc/{launcher}/cmdline").read_bytes())
     again = shlex.split(re.findall(r"Go on with: rubato (.*)", (running / "out").read_text())[-1])
     steps = int(rows(run)[-1]["step"])
     (running / "graded_env.py").write_text("broken(\n")

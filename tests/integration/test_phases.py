@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from actors.cluster.permits import PermitLost, Permits, Phases
-from planning.permits import PermitLine
-from runtime.errors import ConfigError
-from runtime.launch.shared import SharedScope, open_shared, write_shared
+from rubato.actors.cluster.permits import PermitLost, Permits, Phases
+from rubato.planning.permits import PermitLine
+from rubato.runtime.errors import ConfigError
+from rubato.runtime.launch.shared import SharedScope, open_shared, write_shared
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "phases.py"
 
@@ -32,12 +32,7 @@ async def _events(cluster, pool):
 
 def test_two_programs_never_have_a_pool_at_once(cluster):
     programs = [
-        subprocess.Popen(
-            [sys.executable, str(EXAMPLE), str(cluster), name],
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=EXAMPLE.parents[1],
-        )
+        subprocess.Popen([sys.executable, str(EXAMPLE), str(cluster), name], stdout=subprocess.PIPE, text=True, cwd=EXAMPLE.parents[1])
         for name in ("a", "b")
     ]
     said = [program.communicate(timeout=60)[0] for program in programs]
@@ -87,9 +82,7 @@ def test_a_block_whose_permit_was_lost_ends_with_a_sentence(cluster):
 def test_a_phase_on_a_pool_that_the_cluster_does_not_have_is_refused_with_the_nearest(cluster):
     (cluster / "config.yaml").write_text("scheduler: {rollout: {nodes: 2}, training: {nodes: 1}}\n")
 
-    with pytest.raises(
-        ConfigError, match=r"rollout=rolout-1: .* Did you mean rollout-1\? It has rollout-0, rollout-1, training-0\."
-    ):
+    with pytest.raises(ConfigError, match=r"rollout=rolout-1: .* Did you mean rollout-1\? It has rollout-0, rollout-1, training-0\."):
         Phases(str(cluster), job="a", pools={"rollout": "rolout-1"})
     with Phases(str(cluster), job="a", pools={"rollout": "rollout-1"}) as phase:
         with pytest.raises(ConfigError, match=r"the pool of phase training=training: .* Did you mean training-0\?"):

@@ -12,8 +12,8 @@ PICKY = """
 import json
 from pathlib import Path
 
-from actors.scripted.train_engine import ScriptedTrainEngine
-from actors.training.trainer import Trainer
+from rubato.actors.scripted.train_engine import ScriptedTrainEngine
+from rubato.actors.training.trainer import Trainer
 
 
 class Picky(ScriptedTrainEngine):
@@ -40,7 +40,7 @@ class PickyTrainer(Trainer):
 
 def test_a_batch_that_training_raises_on_twice_ends_as_poisoned_and_the_run_reaches_its_end(tmp_path):
     (tmp_path / "picky.py").write_text(PICKY.replace("FOLDER", str(tmp_path)))
-    config = SMALL.replace("steps: 2", "steps: 4").replace("actors.training.trainer:Trainer", "picky.py:PickyTrainer")
+    config = SMALL.replace("steps: 2", "steps: 4").replace("rubato.actors.training.trainer:Trainer", "picky.py:PickyTrainer")
     (tmp_path / "job.yaml").write_text(config)
 
     model = write_model(tmp_path / "model")

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from runtime.pool.errors import BadResult, TargetMissing, UserCodeRaised, WorkerDied, WorkerKilled, WorkerTimeout
-from runtime.pool.pool import WorkerPool
-from runtime.pool.sandbox import WorkerLimits
-from runtime.pool.worker import Unsendable, decode, encode_call
+from rubato.runtime.pool.errors import BadResult, TargetMissing, UserCodeRaised, WorkerDied, WorkerKilled, WorkerTimeout
+from rubato.runtime.pool.pool import WorkerPool
+from rubato.runtime.pool.sandbox import WorkerLimits
+from rubato.runtime.pool.values import Unsendable, decode, encode_call
 
 USER = str(Path(__file__).with_name("user_code.py"))
 NOTHING = encode_call()
@@ -72,9 +72,7 @@ async def test_bystanders_of_a_hung_call_end_as_killed_and_their_instances_are_g
     await pool.build("a", f"{USER}:Well", NOTHING, deadline_s=20)
 
     hung, waiting = await asyncio.gather(
-        pool.call("a", "hang", NOTHING, deadline_s=0.3),
-        pool.call("a", "add", encode_call(1), deadline_s=20),
-        return_exceptions=True,
+        pool.call("a", "hang", NOTHING, deadline_s=0.3), pool.call("a", "add", encode_call(1), deadline_s=20), return_exceptions=True
     )
 
     assert isinstance(hung, WorkerTimeout)
@@ -93,9 +91,7 @@ async def test_a_call_that_waited_behind_a_slow_one_is_not_blamed_for_it(pool):
 
 
 @pytest.mark.parametrize(
-    ("function", "ending"),
-    [("leave", "ended with exit code 3"), ("crash", "died of SIGSEGV")],
-    ids=["exit", "segfault"],
+    ("function", "ending"), [("leave", "ended with exit code 3"), ("crash", "died of SIGSEGV")], ids=["exit", "segfault"]
 )
 async def test_a_dying_process_ends_its_call_with_the_cause(pool, function, ending):
     with pytest.raises(WorkerDied, match=ending):
@@ -145,9 +141,7 @@ async def test_odd_values_arrive_as_they_are_or_as_their_type_name(pool):
     assert await run(pool, "safe_path") is True
 
 
-@pytest.mark.parametrize(
-    "target", [f"{USER}:Nothing", "no_such_module_here:f", "nowhere/env.py:Env", "plain", "os:sep"]
-)
+@pytest.mark.parametrize("target", [f"{USER}:Nothing", "no_such_module_here:f", "nowhere/env.py:Env", "plain", "os:sep"])
 async def test_a_target_that_leads_nowhere_is_told_apart_from_one_that_raises(pool, target):
     with pytest.raises(TargetMissing):
         await pool.apply(target, NOTHING, deadline_s=20)
@@ -204,8 +198,8 @@ async def test_a_cancelled_call_does_not_disturb_the_next(pool):
 
 PARENT = """
 import asyncio, sys
-from runtime.pool.pool import WorkerPool
-from runtime.pool.worker import decode, encode_call
+from rubato.runtime.pool.pool import WorkerPool
+from rubato.runtime.pool.values import decode, encode_call
 
 async def main():
     pool = WorkerPool()

@@ -5,16 +5,16 @@ from pathlib import Path
 
 import msgspec
 
-from actors.config import RewardSection
-from actors.messages.samples import Score
-from actors.rewards.scorer import Scorer
-from actors.rewards.service import RewardService
-from bus.link import Identity
-from bus.transport import MemoryTransport
-from runtime.blobs.blob import MemoryBlobStore
-from runtime.kernel import Kernel
-from runtime.observe.log import logger
-from runtime.pool.pool import WorkerPool
+from rubato.actors.config import RewardSection
+from rubato.actors.messages.samples import Score
+from rubato.actors.rewards.scorer import Scorer
+from rubato.actors.rewards.service import RewardService
+from rubato.bus.link import Identity
+from rubato.bus.memory import MemoryTransport
+from rubato.runtime.kernel import Kernel
+from rubato.runtime.memory import MemoryBlobStore
+from rubato.runtime.observe.log import logger
+from rubato.runtime.pool.pool import WorkerPool
 from tests.simulation.test_kernel import Client, cluster
 
 USER = Path(__file__).parents[1] / "unit" / "actors" / "rewards" / "user_rewards.py"

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from actors.envs.hosting import EnvHost
-from actors.envs.section import EnvSection
-from runtime.pool.pool import WorkerPool
-from runtime.pool.worker import encode_call
+from rubato.actors.envs.hosting import EnvHost
+from rubato.actors.envs.section import EnvSection
+from rubato.runtime.pool.pool import WorkerPool
+from rubato.runtime.pool.values import encode_call
 
 USER = str(Path(__file__).with_name("user_code.py"))
 SLEEPS = """
@@ -52,7 +52,7 @@ async def play(host, num, seconds):
 
 
 async def test_steps_that_wait_get_workers_up_to_the_bound_and_instances_move_to_them(host, monkeypatch):
-    monkeypatch.setattr("actors.envs.pooled.usable_cores", lambda: 1)
+    monkeypatch.setattr("rubato.actors.envs.pooled.usable_cores", lambda: 1)
     auto = await host(concurrency=16)
 
     while auto.pool.size < 4:
@@ -65,7 +65,7 @@ async def test_steps_that_wait_get_workers_up_to_the_bound_and_instances_move_to
 
 
 async def test_steps_that_do_not_wait_get_none_and_an_explicit_number_is_obeyed(host, monkeypatch):
-    monkeypatch.setattr("runtime.pool.pool.GROW_S", 30.0)  # longer than a busy machine makes anybody wait here
+    monkeypatch.setattr("rubato.runtime.pool.pool.GROW_S", 30.0)  # longer than a busy machine makes anybody wait here
     quick, explicit = await host(concurrency=16), await host(concurrency=16, workers=1)
 
     for _ in range(5):

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from runtime.monitor.app import RunActions
-from runtime.monitor.views import ActorView
+from rubato.runtime.monitor.app import RunActions
+from rubato.runtime.monitor.views import ActorView
 from tests.jobs import clean_environment, left_behind, rubato
 
 pytestmark = pytest.mark.slow
@@ -24,8 +24,8 @@ LIMIT_S = 90.0
 
 ACTOR = """
 import os
-from runtime.actor import Actor
-from runtime.config import ActorConfig, Section
+from rubato.runtime.actor import Actor
+from rubato.runtime.config import ActorConfig, Section
 
 
 class SpeedSection(Section):
@@ -77,7 +77,7 @@ def started(log: Path, *arguments: object, gpus: str) -> Iterator["subprocess.Po
     """`rubato ARGUMENTS…` on a host that has these GPUs, while the block runs; what it says is in `log`."""
     with log.open("wb") as file:
         process = subprocess.Popen(
-            [sys.executable, "-m", "runtime.cli", *map(str, arguments)],
+            [sys.executable, "-m", "rubato.runtime.cli", *map(str, arguments)],
             cwd=log.parent, env={**clean_environment(), "CUDA_VISIBLE_DEVICES": gpus},
             stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True,
         )  # fmt: skip
@@ -114,9 +114,7 @@ def test_pools_on_two_hosts_have_what_the_config_gives_them(place):
     run, second, here = place / "run", place / "second", socket.gethostname()
     first_core, second_core = sorted(os.sched_getaffinity(0))[:2]
     assert rubato("keys", "new", "--run", run, cwd=place).code == 0
-    with started(
-        place / "first.log", "launch", "job.yaml", "bus.host=127.0.0.1", "--run-dir", run, gpus="4,5,6"
-    ) as launcher:
+    with started(place / "first.log", "launch", "job.yaml", "bus.host=127.0.0.1", "--run-dir", run, gpus="4,5,6") as launcher:
         until(lambda: len(shown(run)) == 3, "the launch")
         others = {"MINE": "", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "4,5,6"}
         of_decode = {"slots": 64, "MINE": "5", "OMP_NUM_THREADS": "3"}
@@ -146,8 +144,7 @@ def test_pools_on_two_hosts_have_what_the_config_gives_them(place):
             assert launcher.wait(LIMIT_S) == 130
 
     assert full.err.startswith("can't add 2 worker to the pool decode: this host has 0 of 2 cores free") or (
-        full.err
-        == "can't add 2 worker to the pool decode, only 1: this host has 0 of 3 GPUs free, and each process takes 1.\n"
+        full.err == "can't add 2 worker to the pool decode, only 1: this host has 0 of 3 GPUs free, and each process takes 1.\n"
     )
     assert wrong.err == "can't add 1 worker to the pool far: this host does not have the label b.\n"
     assert light == "worker-4 added"

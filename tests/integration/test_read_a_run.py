@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from actors.report.metrics import METRICS, described
+from rubato.actors.report.metrics import METRICS, described
 
 pytestmark = pytest.mark.slow
 
@@ -16,7 +16,7 @@ SMALL = ("run.steps=2", "eval.every=1", "eval.num_tasks=4", "eval.final_num_task
 
 
 def rubato(*arguments):
-    command = [sys.executable, "-m", "runtime.cli", *map(str, arguments)]
+    command = [sys.executable, "-m", "rubato.runtime.cli", *map(str, arguments)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=150, check=True).stdout
 
 

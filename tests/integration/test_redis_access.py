@@ -14,9 +14,9 @@ from redis.asyncio import Redis
 from redis.exceptions import AuthenticationError, NoPermissionError
 from redis.exceptions import ConnectionError as LinkError
 
-from runtime.store.embedded import COMMANDS, EmbeddedRedis, installed_server, rule
-from runtime.store.errors import StoreUnavailable
-from runtime.store.redis import RedisStore
+from rubato.runtime.store.embedded import COMMANDS, EmbeddedRedis, installed_server, rule
+from rubato.runtime.store.redis import RedisStore
+from rubato.runtime.store.store import StoreUnavailable
 from tests.stores import need_server, packaged_program
 
 ROOT = Path(__file__).parents[2]
@@ -62,9 +62,7 @@ async def test_nobody_else_may_do_anything(server: EmbeddedRedis, user: str):
     client = Redis.from_url(f"unix://{user}{server.socket}", protocol=2)
 
     # redis-py wraps the one refusal and not the other.
-    with pytest.raises(
-        (AuthenticationError, LinkError), match=r"(?i)authentication required|invalid username-password"
-    ):
+    with pytest.raises((AuthenticationError, LinkError), match=r"(?i)authentication required|invalid username-password"):
         await client.execute_command("INFO")
     await client.aclose()
 

@@ -11,10 +11,10 @@ import pytest
 from redis import Redis
 from redis.exceptions import ConnectionError as NotThere
 
-from runtime.registry import LEASE_TTL_S
-from runtime.store.embedded import installed_server
-from runtime.store.errors import StoreFull, StoreUnavailable
-from runtime.store.redis import RedisStore
+from rubato.runtime.registry import LEASE_TTL_S
+from rubato.runtime.store.embedded import installed_server
+from rubato.runtime.store.redis import RedisStore
+from rubato.runtime.store.store import StoreFull, StoreUnavailable
 from tests.jobs import SMALL, clean_environment, rubato, write_model
 from tests.stores import need_server, packaged_program
 
@@ -155,7 +155,7 @@ def test_the_launch_says_that_the_server_may_lose_samples_and_goes_on(server, ur
     server.config_set("maxmemory-policy", "volatile-ttl")
     (tmp_path / "idle.yaml").write_text(IDLE)
     launch = subprocess.Popen(
-        [sys.executable, "-m", "runtime.cli", "launch", "idle.yaml", f"state.url={url}", "--run-dir", "run"],
+        [sys.executable, "-m", "rubato.runtime.cli", "launch", "idle.yaml", f"state.url={url}", "--run-dir", "run"],
         cwd=tmp_path, env=clean_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     assert launch.stdout is not None
@@ -205,7 +205,7 @@ async def test_a_job_waits_for_room_says_so_and_goes_on(server, url, tmp_path):
 IDLE = """
 run: {name: idle}
 actors:
-  sample_buffer: {class: "actors.samples.buffer:SampleBuffer"}
+  sample_buffer: {class: "rubato.actors.samples.buffer:SampleBuffer"}
 report: {finish: ""}
 """
 
@@ -228,5 +228,5 @@ async def eventually(holds: Callable[[], bool]) -> None:
 
 def started(output: Path, *arguments: str, cwd: Path) -> subprocess.Popen[bytes]:
     with output.open("w") as file:
-        command = [sys.executable, "-m", "runtime.cli", *arguments]
+        command = [sys.executable, "-m", "rubato.runtime.cli", *arguments]
         return subprocess.Popen(command, cwd=cwd, env=clean_environment(), stdout=file, stderr=file)

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from runtime.errors import LaunchError
-from runtime.store.embedded import EmbeddedRedis
-from runtime.store.errors import StoreUnavailable
-from runtime.store.redis import RedisStore
-from runtime.store.store import Append, Fence, WriteNumber
+from rubato.runtime.errors import LaunchError
+from rubato.runtime.store.embedded import EmbeddedRedis
+from rubato.runtime.store.redis import RedisStore
+from rubato.runtime.store.store import Append, Fence, StoreUnavailable, WriteNumber
 from tests.stores import packaged_program
 
 
@@ -79,9 +78,7 @@ async def kill(server: EmbeddedRedis) -> None:
     assert await server.wait() == -signal.SIGKILL
 
 
-async def test_what_was_acknowledged_survives_a_kill_and_calls_under_way_just_take_longer(
-    server: EmbeddedRedis, store: RedisStore
-):
+async def test_what_was_acknowledged_survives_a_kill_and_calls_under_way_just_take_longer(server: EmbeddedRedis, store: RedisStore):
     reached = [asyncio.Event() for _ in range(4)]
     acknowledged = list[str]()
     indices, numbers = list[int](), list[int]()
@@ -166,12 +163,8 @@ async def test_a_change_whose_reply_is_lost_is_made_once_and_answered_truly(serv
             await losing(lambda: store.increment("n")),
             await losing(lambda: store.lease("l", 1, b"", 60.0)),
             await losing(lambda: store.release("l", 1)),
-            await losing(
-                lambda: store.write({"a": b"1"}, fence=fence, turn=WriteNumber(1), append=Append("e", 1, [b"x"]))
-            ),
-            await losing(
-                lambda: store.write({"a": b"2"}, fence=fence, turn=WriteNumber(2), append=Append("e", 2, [b"y"]))
-            ),
+            await losing(lambda: store.write({"a": b"1"}, fence=fence, turn=WriteNumber(1), append=Append("e", 1, [b"x"]))),
+            await losing(lambda: store.write({"a": b"2"}, fence=fence, turn=WriteNumber(2), append=Append("e", 2, [b"y"]))),
         ]
         after = (await store.append("s", b"2"), await store.increment("n"))
         ended = await store.read("e", 0)
@@ -192,9 +185,7 @@ async def test_a_wrong_password_is_told_in_one_sentence(server: EmbeddedRedis):
 
     await store.close()
     path = server.url.partition("?")[0]
-    assert str(told.value) == (
-        f"{path} refused the password. Set state.url with one, or leave state.url out to use the embedded server."
-    )
+    assert str(told.value) == (f"{path} refused the password. Set state.url with one, or leave state.url out to use the embedded server.")
 
 
 async def test_no_password_where_one_is_needed_is_told_alike(server: EmbeddedRedis):
@@ -209,9 +200,7 @@ async def test_no_password_where_one_is_needed_is_told_alike(server: EmbeddedRed
 async def test_a_server_that_is_nowhere_is_named_without_its_password():
     store = RedisStore("redis://:secret@127.0.0.1:1/0", "test", patience_s=0.1)
 
-    with pytest.raises(
-        StoreUnavailable, match=r"redis://127\.0\.0\.1:1/0 could not be reached.*Start that server"
-    ) as told:
+    with pytest.raises(StoreUnavailable, match=r"redis://127\.0\.0\.1:1/0 could not be reached.*Start that server") as told:
         await store.get("k")
 
     await store.close()
@@ -243,9 +232,7 @@ def socket_of(server: EmbeddedRedis) -> Path:
     return Path(server.url.partition("://")[2].partition("?")[0])
 
 
-async def test_a_server_that_fails_to_start_again_keeps_its_address_for_the_next_try(
-    server: EmbeddedRedis, store: RedisStore
-):
+async def test_a_server_that_fails_to_start_again_keeps_its_address_for_the_next_try(server: EmbeddedRedis, store: RedisStore):
     await store.write({"a": b"1"})
     url, program = server.url, server._program
     await kill(server)

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from runtime.store.embedded import EmbeddedRedis, installed_server
-from runtime.store.errors import Fenced, Forgotten
-from runtime.store.redis import RedisStore
-from runtime.store.store import Append, Fence, WriteNumber
+from rubato.runtime.store.embedded import EmbeddedRedis, installed_server
+from rubato.runtime.store.redis import RedisStore
+from rubato.runtime.store.store import Append, Fence, Fenced, Forgotten, WriteNumber
 from tests.stores import need_server, packaged_program
 
 WINDOW_S = 2.0
@@ -65,9 +64,7 @@ async def fill(store: RedisStore) -> None:
     await store.write({}, fence=Fence("samples", 4))
     for number in range(1, 6):
         ends = Append("ends", number, [b"end %d" % number], forget=1)
-        await store.write(
-            {f"g/{number}": b"p" * 3000}, fence=Fence("samples", 4), turn=WriteNumber(number), append=ends
-        )
+        await store.write({f"g/{number}": b"p" * 3000}, fence=Fence("samples", 4), turn=WriteNumber(number), append=ends)
     await store.write({}, fence=Fence("samples", 4), turn=WriteNumber(6), append=Append("ends", 4, [b"another end 4"]))
 
 
@@ -137,6 +134,4 @@ async def test_no_number_is_given_twice_by_a_server_that_forgot_its_newest(
     epochs = [number for each in numbers for number in each[5:]]
     assert counts == sorted(set(counts))
     assert epochs == sorted(set(epochs))
-    assert [first, numbers[0]] == (
-        [[1, 2, 3, 4, 5] * 2, [6, 7, 8, 9, 10] * 2] if remembers else [[1], [1, 2, 3, 4, 5] * 2]
-    )
+    assert [first, numbers[0]] == ([[1, 2, 3, 4, 5] * 2, [6, 7, 8, 9, 10] * 2] if remembers else [[1], [1, 2, 3, 4, 5] * 2])

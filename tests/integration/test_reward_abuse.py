@@ -15,12 +15,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from actors.config import RewardSection
-from actors.messages.samples import NotScored, Score, Scores
-from actors.rewards.scorer import Scorer
-from runtime.pool import process as pool_process
-from runtime.pool import sandbox
-from runtime.pool.worker import TEXT_LIMIT
+from rubato.actors.config import RewardSection
+from rubato.actors.messages.samples import NotScored, Score, Scores
+from rubato.actors.rewards.scorer import Scorer
+from rubato.runtime.pool import process as pool_process
+from rubato.runtime.pool import sandbox
+from rubato.runtime.pool.values import TEXT_LIMIT
 
 ABUSES = Path(__file__).with_name("abuses.py")
 ROOT = Path(__file__).resolve().parents[2]
@@ -77,11 +77,9 @@ BOMBS = [
     ("escaping_bomb", 1.0, "timeout", "no answer within 1 s"),
 ]
 
-needs_own_uid = pytest.mark.skipif(
-    os.geteuid() == 0 and bool(sandbox.shortcoming()), reason=f"unbounded here: {sandbox.shortcoming()}"
-)
+needs_own_uid = pytest.mark.skipif(os.geteuid() == 0 and bool(sandbox.shortcoming()), reason=f"unbounded here: {sandbox.shortcoming()}")
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
-pytestmark = needs_linux
+pytestmark = [needs_linux, pytest.mark.slow]
 
 
 def section(timeout_s, **more):
@@ -188,7 +186,7 @@ async def test_a_bomb_is_bounded_and_ends_as_a_named_error(abuse, timeout_s, rea
 
 AS_USER = """
 import asyncio, json, sys
-from runtime.pool import sandbox
+from rubato.runtime.pool import sandbox
 uid = int(sys.argv[1])
 if uid:
     sandbox.become(uid, 1 << sandbox.CAP_DAC_READ_SEARCH)

@@ -7,16 +7,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from actors.config import RewardSection
-from actors.messages.samples import NotScored, Score, Scores
-from actors.rewards.scorer import Scorer
-from actors.rewards.service import RewardService
-from bus.link import Identity
-from bus.transport import MemoryTransport
-from runtime.blobs.blob import MemoryBlobStore
-from runtime.kernel import Kernel
-from runtime.observe.figures import Metrics
-from runtime.observe.log import logger
+from rubato.actors.config import RewardSection
+from rubato.actors.messages.samples import NotScored, Score, Scores
+from rubato.actors.rewards.scorer import Scorer
+from rubato.actors.rewards.service import RewardService
+from rubato.bus.link import Identity
+from rubato.bus.memory import MemoryTransport
+from rubato.runtime.kernel import Kernel
+from rubato.runtime.memory import MemoryBlobStore
+from rubato.runtime.observe.figures import Metrics
+from rubato.runtime.observe.log import logger
 from tests.simulation.test_kernel import Client, cluster
 
 USER = Path(__file__).parents[1] / "unit" / "actors" / "rewards" / "user_rewards.py"
@@ -68,7 +68,7 @@ async def test_it_grows_with_the_calls_up_to_its_most_and_every_call_is_answered
 
 
 async def test_it_is_empty_when_nobody_has_asked_for_a_while_and_serves_again(monkeypatch):
-    monkeypatch.setattr("planning.autoscale.KEPT_STARTS", 0.1)
+    monkeypatch.setattr("rubato.planning.autoscale.KEPT_STARTS", 0.1)
     async with elastic(f"{USER}:lengths") as (scorer, metrics, _):
         await until(lambda: metrics.snapshot()["reward/workers"] == 0)
         await until(lambda: not scorer._local._all)
@@ -84,7 +84,7 @@ async def test_a_call_that_kills_its_process_costs_no_other():
 
 
 async def test_where_no_process_can_start_any_more_each_call_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr("planning.autoscale.KEPT_STARTS", 0.1)
+    monkeypatch.setattr("rubato.planning.autoscale.KEPT_STARTS", 0.1)
     file = tmp_path / "fading.py"
     file.write_text("def f(completions, **columns):\n    return [1.0] * len(completions)\n")
     async with elastic(f"{file}:f") as (scorer, metrics, tasks):
@@ -115,7 +115,7 @@ async def test_a_caller_that_goes_away_leaves_its_place_to_the_next(tmp_path):
 
 
 async def test_a_reward_service_has_its_pool_grow_while_it_is_asked(tmp_path, monkeypatch):
-    monkeypatch.setattr("planning.autoscale.KEPT_STARTS", 1000)  # the one that is there from the start stays
+    monkeypatch.setattr("rubato.planning.autoscale.KEPT_STARTS", 1000)  # the one that is there from the start stays
     (tmp_path / "gated.py").write_text(GATED)
     async with cluster(tmp_path) as made:
         config = {"reward": {"functions": [f"{tmp_path}/gated.py:f"], "workers": 2, "min_workers": 0}}

@@ -8,13 +8,15 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from actors.config import RewardSection
-from actors.messages.samples import Score, Scores
-from actors.rewards.scorer import Scorer
-from actors.rewards.serve import RewardServer
-from runtime.observe.figures import Metrics
+from rubato.actors.config import RewardSection
+from rubato.actors.messages.samples import Score, Scores
+from rubato.actors.rewards.scorer import Scorer
+from rubato.actors.rewards.serve import RewardServer
+from rubato.runtime.observe.figures import Metrics
 from tests.integration.test_reward_judge import Model
 from tests.integration.test_reward_url import listening
+
+pytestmark = pytest.mark.slow
 
 MINE = """
 import os, re, signal, time
@@ -149,10 +151,7 @@ async def test_a_served_function_under_the_same_limit_as_its_job_gives_what_it_c
     scorer, metrics = Scorer(RewardSection(functions=(mine(name),), **limit)), Metrics()
     assert await scorer.start() == ""
     try:
-        async with (
-            asyncio.TaskGroup() as tasks,
-            listening(RewardServer(mine(name), scorer, metrics, tasks).app) as url,
-        ):
+        async with asyncio.TaskGroup() as tasks, listening(RewardServer(mine(name), scorer, metrics, tasks).app) as url:
             found = await scored(url, "ok", "hang", "fine", **limit)
     finally:
         await scorer.close()
@@ -171,7 +170,7 @@ async def test_a_judge_that_hangs_on_one_trajectory_gives_its_verdict_of_the_oth
 
     async with listening(Slow(lambda text: "5").app) as url:
         (tmp_path / "my_judge.py").write_text(
-            f"from actors.rewards.judge import judge\nscore = judge({url + 'v1'!r}, 'm', prompt='{{completion}}')\n"
+            f"from rubato.actors.rewards.judge import judge\nscore = judge({url + 'v1'!r}, 'm', prompt='{{completion}}')\n"
         )
         found = await scored(f"{tmp_path}/my_judge.py:score", "ok", "hang", "fine", timeout_s=4.0)
 

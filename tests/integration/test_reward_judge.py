@@ -10,11 +10,11 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from actors.config import RewardSection
-from actors.data.graded_env import DataSetEnv
-from actors.messages.samples import NotScored, Score, Scores
-from actors.rewards.judge import judge, last_number
-from actors.rewards.scorer import Scorer
+from rubato.actors.config import RewardSection
+from rubato.actors.data.graded_env import DataSetEnv
+from rubato.actors.messages.samples import NotScored, Score, Scores
+from rubato.actors.rewards.judge import judge, last_number
+from rubato.actors.rewards.scorer import Scorer
 from tests.integration.test_reward_url import listening
 
 PROMPT = "{question} {completion}"
@@ -96,15 +96,11 @@ def test_the_last_number_counts(verdict, reward):
 async def test_a_file_that_makes_a_judge_is_a_reward_function(tmp_path):
     async with listening(Model(lambda text: "none" if "bad" in text else "5").app) as url:
         file = tmp_path / "my_judge.py"
-        file.write_text(
-            f"from actors.rewards.judge import judge\nscore = judge({url + 'v1'!r}, 'm', prompt={PROMPT!r})\n"
-        )
+        file.write_text(f"from rubato.actors.rewards.judge import judge\nscore = judge({url + 'v1'!r}, 'm', prompt={PROMPT!r})\n")
         scorer = Scorer(RewardSection(functions=(f"{file}:score",), memory_mb=1024))
         try:
             assert await scorer.start() == ""
-            requests = [
-                Score(text, (text,), msgspec.msgpack.encode({"question": "q", "turns": 1})) for text in ("good", "bad")
-            ]
+            requests = [Score(text, (text,), msgspec.msgpack.encode({"question": "q", "turns": 1})) for text in ("good", "bad")]
             replies = await scorer.score(requests)
         finally:
             await scorer.close()

@@ -17,7 +17,7 @@ from tests.jobs import ACTING, SMALL, clean_environment, left_behind, rubato, wr
 pytestmark = pytest.mark.slow
 
 BAD_ENVS = Path(__file__).parent / "bad_envs.py"
-SERVICE = "actors.reward_service={class: 'actors.rewards.service:RewardService'}"
+SERVICE = "actors.reward_service={class: 'rubato.actors.rewards.service:RewardService'}"
 MINE = """
 def length(completions, **columns):
     return [float(len(text)) for text in completions]
@@ -37,7 +37,7 @@ def place(tmp_path, tmp_path_factory):
 @contextmanager
 def served(place, *arguments):
     """A `rubato serve-rewards` process, and its URL."""
-    command = [sys.executable, "-m", "runtime.cli", "serve-rewards", *arguments, "--port", "0"]
+    command = [sys.executable, "-m", "rubato.runtime.cli", "serve-rewards", *arguments, "--port", "0"]
     server = subprocess.Popen(command, cwd=place, env=clean_environment(), stdout=subprocess.PIPE, text=True)
     try:
         yield server, server.stdout.readline().split()[-1]
@@ -115,17 +115,11 @@ def test_a_url_that_answers_nonsense_during_the_run_ends_it_as_a_failing_functio
         ended = rubato(*command, "env.concurrency=64", "train.batch_groups=32", cwd=place)
 
     assert ended.code == 1
-    assert (
-        f"reward function {url} answered no JSON: Gone fishing. 32 of the last 32 trajectories got no reward"
-        in ended.err
-    )
+    assert f"reward function {url} answered no JSON: Gone fishing. 32 of the last 32 trajectories got no reward" in ended.err
 
 
 REFUSED = [
-    (
-        ("mine.py:lenght",),
-        "serve-rewards: mine.py:lenght does not exist: mine.py defines no lenght. Did you mean length?",
-    ),
+    (("mine.py:lenght",), "serve-rewards: mine.py:lenght does not exist: mine.py defines no lenght. Did you mean length?"),
     (("nope.py:f",), "serve-rewards: nope.py:f does not exist: there is no file"),
     (("mine.py:length", "--workers", "0"), "serve-rewards: workers"),
     (("mine.py:length", "--min-workers", "2"), "min_workers=2 is more than workers=1"),

@@ -14,13 +14,13 @@ from starlette.applications import Starlette
 from starlette.responses import Response
 from starlette.routing import Route
 
-from actors.config import RewardSection
-from actors.gateway.http_server import HttpServer
-from actors.messages.samples import NotScored, Score, Scores
-from actors.rewards import invoke
-from actors.rewards.scorer import Scorer
-from actors.rewards.serve import RewardServer
-from runtime.observe.figures import Metrics
+from rubato.actors.config import RewardSection
+from rubato.actors.gateway.http_server import HttpServer
+from rubato.actors.messages.samples import NotScored, Score, Scores
+from rubato.actors.rewards import invoke
+from rubato.actors.rewards.scorer import Scorer
+from rubato.actors.rewards.serve import RewardServer
+from rubato.runtime.observe.figures import Metrics
 
 USER = Path(__file__).parents[1] / "unit" / "actors" / "rewards" / "user_rewards.py"
 
@@ -147,9 +147,7 @@ async def test_what_is_no_score_has_a_name_and_is_never_a_reward_of_0(answer, re
 
 async def test_one_bad_number_costs_no_other_of_its_batch():
     def picky(body):
-        return Response(
-            json.dumps({"scores": [float("nan") if text == "bad" else 1.0 for text in body["completions"]]})
-        )
+        return Response(json.dumps({"scores": [float("nan") if text == "bad" else 1.0 for text in body["completions"]]}))
 
     async with listening(Scripted(picky).app) as url, scorer_at(url) as (scorer, _):
         replies = await scorer.score([request("good", name="a"), request("bad", name="b")])
@@ -279,7 +277,7 @@ async def test_what_is_no_batch_is_refused_with_a_sentence(body, status, words):
 
 
 async def test_a_served_pool_is_empty_while_nobody_asks_and_its_cold_start_is_counted(monkeypatch):
-    monkeypatch.setattr("planning.autoscale.KEPT_STARTS", 0.1)
+    monkeypatch.setattr("rubato.planning.autoscale.KEPT_STARTS", 0.1)
     async with serving("lengths", min_workers=0, workers=2) as (url, served), scorer_at(url) as (scorer, metrics):
         async with asyncio.timeout(20):
             while served.snapshot()["reward/workers"]:  # noqa: ASYNC110 - only time passes

@@ -8,13 +8,15 @@ import pytest
 from msgspec.structs import replace
 from pydantic import TypeAdapter
 
-from actors.config import RewardSection
-from actors.data.tasks import Tasks
-from actors.messages.samples import NotScored, Score, Scores
-from actors.rewards.scorer import Scorer
+from rubato.actors.config import RewardSection
+from rubato.actors.data.tasks import Tasks
+from rubato.actors.messages.samples import NotScored, Score, Scores
+from rubato.actors.rewards.scorer import Scorer
+
+pytestmark = pytest.mark.slow
 
 USER = Path(__file__).parents[1] / "unit" / "actors" / "rewards" / "user_rewards.py"
-PENALTY = "actors.rewards.functions:malformed_penalty"
+PENALTY = "rubato.actors.rewards.functions:malformed_penalty"
 
 
 def request(*texts, **columns):
@@ -98,11 +100,7 @@ async def test_a_slow_import_is_not_charged_to_the_first_call_after_a_restart(tm
 async def test_a_function_is_asked_for_the_tasks_that_have_it_and_given_what_its_signature_names():
     named = {name: f"{USER}:{name}" for name in ("lengths", "strict")}
     tasks = TypeAdapter(Tasks).validate_python(
-        {
-            "a": {"class": "m:A", "rewards": [named["strict"]]},
-            "b": {"class": "m:B"},
-            "c": {"class": "m:C", "rewards": []},
-        }
+        {"a": {"class": "m:A", "rewards": [named["strict"]]}, "b": {"class": "m:B"}, "c": {"class": "m:C", "rewards": []}}
     )
     scorer = Scorer(RewardSection(functions=(named["lengths"],)), tasks)
     try:

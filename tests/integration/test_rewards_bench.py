@@ -24,9 +24,7 @@ def test_both_arms_have_their_rollout_time_and_the_share_that_the_four_slots_wer
     assert found["elastic"]["pool_most"] <= 8
     for arm in ("dedicated", "elastic"):
         assert found[arm]["scored"] == 16 * 8, "the whole batch, and nothing of the ones beside it"
-        assert found[arm]["reward_busy_s"] >= 0.95 * 16 * 8 * 4 * 0.00417, (
-            "a paced call is never shorter; a slow host makes it longer"
-        )
+        assert found[arm]["reward_busy_s"] >= 0.95 * 16 * 8 * 4 * 0.00417, "a paced call is never shorter; a slow host makes it longer"
         assert found[arm]["utilisation"] > 0
         assert found[arm]["rollout_s"] > 0
     assert found["speedup"] == pytest.approx(found["dedicated"]["rollout_s"] / found["elastic"]["rollout_s"])

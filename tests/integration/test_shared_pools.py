@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from actors.cluster.permits import permits_of
-from actors.config import ClusterSection
-from runtime.launch.shared import SharedScope, write_shared
+from rubato.actors.cluster.permits import permits_of
+from rubato.actors.config import ClusterSection
+from rubato.runtime.launch.shared import SharedScope, write_shared
 from tests.jobs import SMALL, clean_environment, left_behind, rubato, write_model
 
 pytestmark = pytest.mark.slow
@@ -49,7 +49,7 @@ async def held(place: Path, job: str, *, wait_s: float = 60.0) -> list[str]:
 def test_a_job_that_is_killed_in_its_rollout_frees_the_pool_and_can_be_resumed(place):
     slow = ("engine.scripted.token_s=5", "rollout.max_new_tokens=50")
     with (place / "said").open("wb") as out:
-        command = [sys.executable, "-m", "runtime.cli", *arguments(place, "a", *slow)]
+        command = [sys.executable, "-m", "rubato.runtime.cli", *arguments(place, "a", *slow)]
         killed = subprocess.Popen(command, cwd=place, env=clean_environment(), stdout=out, stderr=out)
     try:
         asyncio.run(held(place, "a"))
@@ -58,9 +58,7 @@ def test_a_job_that_is_killed_in_its_rollout_frees_the_pool_and_can_be_resumed(p
         killed.wait(30)
 
     other = rubato(*arguments(place, "b"), cwd=place)
-    resumed = rubato(
-        "launch", "--run-dir", "a", "--resume", "engine.scripted.token_s=0", "rollout.max_new_tokens=2", cwd=place
-    )
+    resumed = rubato("launch", "--run-dir", "a", "--resume", "engine.scripted.token_s=0", "rollout.max_new_tokens=2", cwd=place)
 
     assert other.code == 0, other.err + other.out
     assert resumed.code == 0, resumed.err + resumed.out

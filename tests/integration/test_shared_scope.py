@@ -4,11 +4,11 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import NoPermissionError
 
-from runtime.errors import LaunchError
-from runtime.launch.folder import RunFolder
-from runtime.launch.shared import FILE, SharedScope, open_shared, password_for, scope_of, write_shared
-from runtime.store.embedded import EmbeddedRedis, ScopedGuest
-from runtime.store.redis import RedisStore
+from rubato.runtime.errors import LaunchError
+from rubato.runtime.launch.folder import RunFolder
+from rubato.runtime.launch.shared import FILE, SharedScope, open_shared, password_for, scope_of, write_shared
+from rubato.runtime.store.embedded import EmbeddedRedis, ScopedGuest
+from rubato.runtime.store.redis import RedisStore
 
 RUN, PASSWORD = "lab-1234", "a" * 32
 

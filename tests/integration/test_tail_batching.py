@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from runtime.errors import ExitCode
+from rubato.runtime.errors import ExitCode
 from tests.jobs import SMALL, rubato, write_model
 
 pytestmark = pytest.mark.slow
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 TASKS = """
 tasks:
   sums: {data: {path: sums.jsonl, prompt: question, grader: places}, max_turns: 1}
-  lake: {class: "actors.envs.frozen_lake:FrozenLakeText", max_turns: 3, kwargs: {}}
+  lake: {class: "rubato.actors.envs.frozen_lake:FrozenLakeText", max_turns: 3, kwargs: {}}
 tail_batching: {enabled: true, eta_prompts: 1.5, eta_responses: 1.5}
 """
 

@@ -7,6 +7,8 @@ import pytest
 from tools.bench.peers.long_tail import SHRINK, law
 from tools.bench.tail import GROUPS, SIZE, STEPS, Measured, measured, rows, run, summed_up
 
+pytestmark = pytest.mark.slow
+
 
 def test_an_arm_trains_every_prompt_once_on_responses_of_the_laws_lengths():
     found = run("on", 1, ["engine.pace.scale=0.05"])

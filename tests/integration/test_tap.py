@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from actors.messages.generation import Inspect
-from runtime.guest import join
+from rubato.actors.messages.generation import Inspect
+from rubato.runtime.guest import join
 from tests.faulty_job import write_tokenizer
 from tests.integration.test_joining import actors_of, until
 from tests.jobs import ACTING, clean_environment, rubato
@@ -22,14 +22,12 @@ def job(tmp_path_factory):
     (place / "acting.yaml").write_text(ACTING)
     write_tokenizer(place / "model")
     settings = [f"model.path={place / 'model'}", "run.steps=100000", "engine.scripted.vocab_size=257"]
-    command = [sys.executable, "-m", "runtime.cli", "launch", "acting.yaml", *settings, "--run-dir", "run"]
+    command = [sys.executable, "-m", "rubato.runtime.cli", "launch", "acting.yaml", *settings, "--run-dir", "run"]
     with (place / "out").open("wb") as out:
         process = subprocess.Popen(command, cwd=place, env=clean_environment(), stdout=out, stderr=out)
     run = place / "run"
     try:
-        until(
-            lambda: actors_of(run).get("engine-1", {}).get("state") == "ready" if run.exists() else False, "an engine"
-        )
+        until(lambda: actors_of(run).get("engine-1", {}).get("state") == "ready" if run.exists() else False, "an engine")
         yield run
     finally:
         rubato("stop", "--run", run, "--now", cwd=place)
@@ -42,10 +40,8 @@ def job(tmp_path_factory):
 
 async def tapped(run, *arguments) -> list[str]:
     """The lines that a tap of engine-1 prints while somebody inspects it again and again."""
-    command = [sys.executable, "-m", "runtime.cli", "tap", run, "engine-1", "--seconds", "3", *arguments]
-    tap = await asyncio.create_subprocess_exec(
-        *map(str, command), cwd=run, env=clean_environment(), stdout=subprocess.PIPE
-    )
+    command = [sys.executable, "-m", "rubato.runtime.cli", "tap", run, "engine-1", "--seconds", "3", *arguments]
+    tap = await asyncio.create_subprocess_exec(*map(str, command), cwd=run, env=clean_environment(), stdout=subprocess.PIPE)
     async with asyncio.TaskGroup() as tasks, join(run, name="guest-1") as guest:
         out = tasks.create_task(tap.communicate())
         while not out.done():

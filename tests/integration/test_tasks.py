@@ -5,15 +5,15 @@ from collections import Counter
 
 import pytest
 
-from actors.report.metrics import described
-from runtime.errors import ExitCode
+from rubato.actors.report.metrics import described
+from rubato.runtime.errors import ExitCode
 from tests.jobs import SMALL, rubato, write_model
 
 pytestmark = pytest.mark.slow
 
 TASKS = """
 tasks:
-  lake: {class: "actors.envs.frozen_lake:FrozenLakeText", max_turns: 2}
+  lake: {class: "rubato.actors.envs.frozen_lake:FrozenLakeText", max_turns: 2}
   sums: {weight: 2, data: {path: sums.jsonl, prompt: question, eval_rows: 3, grader: places}, max_turns: 1}
 """
 
@@ -26,11 +26,7 @@ def nothing(rows, *, epoch, seed):
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tasks")
-    config = (
-        SMALL.replace("final_num_tasks: 0", "final_num_tasks: 5")
-        + TASKS
-        + f"model: {{path: {write_model(folder / 'model')}}}\n"
-    )
+    config = SMALL.replace("final_num_tasks: 0", "final_num_tasks: 5") + TASKS + f"model: {{path: {write_model(folder / 'model')}}}\n"
     (folder / "small.yaml").write_text(config)
     rows = [{"question": f"{n} + {n} =", "answer": f"left {n}"} for n in range(8)]
     (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -12,15 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from runtime.errors import ExitCode
-from runtime.launch.folder import is_held
+from rubato.runtime.errors import ExitCode
+from rubato.runtime.launch.folder import is_held
 from tests.jobs import clean_environment, rubato
 
 pytestmark = pytest.mark.slow
 
-IDLE = (
-    '{run: {name: idle}, actors: {sample_buffer: {class: "actors.samples.buffer:SampleBuffer"}}, report: {finish: ""}}'
-)
+IDLE = '{run: {name: idle}, actors: {sample_buffer: {class: "rubato.actors.samples.buffer:SampleBuffer"}}, report: {finish: ""}}'
 ENDS_S = 60.0
 """A launcher that hangs is one that takes so long; an idle one ends within a second."""
 
@@ -32,7 +30,7 @@ def place(tmp_path: Path) -> Path:
 
 
 def launched(place: Path, output: int, **options: object) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "runtime.cli", "launch", "idle.yaml", "--run-dir", "run"]
+    command = [sys.executable, "-m", "rubato.runtime.cli", "launch", "idle.yaml", "--run-dir", "run"]
     return subprocess.Popen(
         command, cwd=place, env=clean_environment(), stdout=output, stderr=output, start_new_session=True, **options
     )  # fmt: skip

@@ -2,13 +2,13 @@
 
 import pytest
 
-from runtime import cli
+from rubato.runtime import cli
 from tests.chat_models import CHATML, chat_model
 from tests.jobs import SMALL
 
 pytestmark = pytest.mark.slow
 
-SCRIPTED = ("train.kind=scripted", "env.class=actors.envs.frozen_lake:FrozenLakeText")
+SCRIPTED = ("train.kind=scripted", "env.class=rubato.actors.envs.frozen_lake:FrozenLakeText")
 
 
 @pytest.fixture
@@ -55,8 +55,6 @@ def test_a_folder_that_names_no_end_of_turn_is_refused_until_the_config_does(dry
 
     assert code == 2
     assert "names no end of turn" in told
-    assert told.endswith(
-        "Set rollout.stop to what ends one, such as <|im_end|>, by which its chat template ends turns."
-    )
+    assert told.endswith("Set rollout.stop to what ends one, such as <|im_end|>, by which its chat template ends turns.")
     for stop in ("rollout.stop=[257]", "rollout.stop=<|im_end|>", 'rollout.stop=["</answer>", "\\nQ:"]'):
         assert dry(stop, eos_token=None) == (0, [])

@@ -98,7 +98,7 @@ class Job:
         return [e for log in self.place.glob(f"*/logs/{actor}.jsonl") for e in lines(log) if e["event"] == event]
 
     def _command(self, host: str, arguments: tuple[object, ...]) -> list[str]:
-        return ["ip", "netns", "exec", host, sys.executable, "-m", "runtime.cli", *map(str, arguments)]
+        return ["ip", "netns", "exec", host, sys.executable, "-m", "rubato.runtime.cli", *map(str, arguments)]
 
 
 def lines(path: Path) -> list[dict]:
@@ -127,9 +127,7 @@ def test_a_joined_host_works_is_cut_off_and_comes_back_as_a_new_incarnation(host
         launcher = job.start(hosts.first, "first.log", *launch, f"bus.host={hosts.address}", "--run-dir", job.run)
         until(lambda: job.events("env_manager-1", "ready"), "the first host")
         token = job.ask("keys", "join-token", "--run", job.run).strip()
-        managers = job.start(
-            hosts.second, "managers.log", "add", "env_manager", "-n", 2, "--join", token, "--run-dir", "managers"
-        )
+        managers = job.start(hosts.second, "managers.log", "add", "env_manager", "-n", 2, "--join", token, "--run-dir", "managers")
         engines = job.start(hosts.second, "engines.log", "add", "engine", "--join", token, "--run-dir", "engines")
         joined = ("env_manager-2", "env_manager-3", "engine-2")
         until(lambda: all(job.events(name, "ready") for name in joined), "the second host")
@@ -159,9 +157,7 @@ def test_a_joined_host_works_is_cut_off_and_comes_back_as_a_new_incarnation(host
     assert all(line["age"] <= 1 for line in ledger if line["fate"] == "trained")
     assert any(line["attempt"] > 0 for line in ledger if line["fate"] in ("trained", "zero_spread"))
     assert [event for event in job.events("sample_buffer-1", "tickets_taken_back") if event["reason"] == "holder_left"]
-    pulled = Counter(
-        (e["blob"], e["version"]) for node in ("node-2", "node-3") for e in job.events(node, "blob_pulled")
-    )
+    pulled = Counter((e["blob"], e["version"]) for node in ("node-2", "node-3") for e in job.events(node, "blob_pulled"))
     assert len(pulled) > 1
     assert set(pulled.values()) == {1}, "the second host pulled some weights more than once"
     assert not left_behind(tmp_path)

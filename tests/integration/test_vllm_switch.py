@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from actors.engines.engine import Work
-from actors.messages.generation import Completion, Generate, Sampling
-from bus.message import pack_i32
-from runtime.guest import Guest, join
+from rubato.actors.engines.engine import Work
+from rubato.actors.messages.generation import Completion, Generate, Sampling
+from rubato.bus.message import pack_i32
+from rubato.runtime.guest import Guest, join
 from tests.contract.engines import prompt_of
 from tests.contract.test_engine import worst
 from tests.models import write_model
@@ -22,36 +22,18 @@ LIMIT_S = 900.0
 
 NUM, TOKENS = 48, 480
 
-KEPT = (
-    "actor",
-    "event",
-    "degree",
-    "requests",
-    "moved",
-    "seconds",
-    "export_s",
-    "stop_s",
-    "start_s",
-    "weights_s",
-    "error",
-)
+KEPT = ("actor", "event", "degree", "requests", "moved", "seconds", "export_s", "stop_s", "start_s", "weights_s", "error")
 """Of the log's lines, what is printed."""
 
 CONFIG = {
     "run": {"name": "vllm-switch"},
     "actors": {
-        "llm_proxy": {"class": "actors.proxy.proxy:LLMProxy"},
-        "engine": {"class": "actors.engines.worker:EngineWorker", "count": 2},
+        "llm_proxy": {"class": "rubato.actors.proxy.proxy:LLMProxy"},
+        "engine": {"class": "rubato.actors.engines.worker:EngineWorker", "count": 2},
         "orchestrator": {"class": f"{ROOT}/tools/bench/peers/told_orchestrator.py:ToldOrchestrator"},
     },
     "orchestrator": {"enabled": True, "planners": ["rebalance"], "degrees": [1, 2]},
-    "engine": {
-        "kind": "vllm",
-        "hardware": "xeon-8480",
-        "num_slots": 4,
-        "max_len": 512,
-        "vllm": {"kv_cache_memory_bytes": 32 << 20},
-    },
+    "engine": {"kind": "vllm", "hardware": "xeon-8480", "num_slots": 4, "max_len": 512, "vllm": {"kv_cache_memory_bytes": 32 << 20}},
     "report": {"finish": ""},
 }
 

@@ -7,10 +7,10 @@ import signal
 import psutil
 import pytest
 
-from actors.engines.engine import Work
-from actors.messages.generation import Inspect, Sampling
-from bus.errors import AskFailed
-from runtime.guest import Guest, join
+from rubato.actors.engines.engine import Work
+from rubato.actors.messages.generation import Inspect, Sampling
+from rubato.bus.errors import AskFailed
+from rubato.runtime.guest import Guest, join
 from tests.contract.engines import prompt_of
 from tests.contract.test_engine import worst
 from tests.integration.test_vllm_switch import CONFIG, LIMIT_S, TOKENS, answer, both_here, told, works
@@ -63,9 +63,7 @@ async def all_cores_used(me: Guest) -> None:
 @pytest.mark.timeout(5 * LIMIT_S)
 @pytest.mark.filterwarnings("default")  # vLLM and what it imports warn in many places of their own
 @pytest.mark.parametrize(("before", "wanted", "victim"), DEATHS, ids=["merge", "split"])
-async def test_an_engine_that_dies_as_its_vllm_starts_costs_no_request_and_leaves_no_process(
-    tmp_path, before, wanted, victim
-):
+async def test_an_engine_that_dies_as_its_vllm_starts_costs_no_request_and_leaves_no_process(tmp_path, before, wanted, victim):
     pytest.importorskip("vllm")
     model = write_model(tmp_path / "model")
     overrides = [f"model.path={model}", "model.device=cpu"]
@@ -88,9 +86,7 @@ async def test_an_engine_that_dies_as_its_vllm_starts_costs_no_request_and_leave
         await all_cores_used(me)
         async with asyncio.TaskGroup() as tasks:
             later = {work.request_id: tasks.create_task(answer(me, work)) for work in works("b")}
-        for each in told(
-            folder, "orchestrator", "switched", "switch_failed", "switch_not_taken_back", "server_put_right"
-        ):
+        for each in told(folder, "orchestrator", "switched", "switch_failed", "switch_not_taken_back", "server_put_right"):
             print({name: each[name] for name in ("event", "seconds", "error", "engines") if name in each})
 
     answers = {name: each.result().tokens for name, each in (asked | later).items()}

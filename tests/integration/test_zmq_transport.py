@@ -12,19 +12,19 @@ import pytest
 import uvloop
 import zmq
 
-from bus.codec import Envelope, EnvelopeKind
-from bus.errors import BadAddress
-from bus.link import PROTOCOL, Greeting, Identity, Peer
-from bus.transport import Delivery
-from bus.zmq import ZmqTransport
+from rubato.bus.codec import Envelope, EnvelopeKind
+from rubato.bus.errors import BadAddress
+from rubato.bus.link import PROTOCOL, Greeting, Identity, Peer
+from rubato.bus.transport import Delivery
+from rubato.bus.zmq import ZmqTransport
 
 ROOT = Path(__file__).parents[2]
 
 ECHO = """
 import asyncio, sys, uvloop
-from bus.codec import EnvelopeKind
-from bus.link import Identity
-from bus.zmq import ZmqTransport
+from rubato.bus.codec import EnvelopeKind
+from rubato.bus.link import Identity
+from rubato.bus.zmq import ZmqTransport
 
 async def main():
     transport = ZmqTransport(Identity("run", "engine-1", 1), sys.argv[1])
@@ -48,9 +48,7 @@ class Watched:
         self.downs: asyncio.Queue[tuple[Peer, str]] = asyncio.Queue()
 
     async def __aenter__(self) -> "Watched":
-        await self.transport.start(
-            self.arrived.put_nowait, lambda peer, reason, refusal: self.downs.put_nowait((peer, reason))
-        )
+        await self.transport.start(self.arrived.put_nowait, lambda peer, reason, refusal: self.downs.put_nowait((peer, reason)))
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planning.adaptive_alpha import AlphaBounds, StepFigures, adapt, begin
+from rubato.planning.adaptive_alpha import AlphaBounds, StepFigures, adapt, begin
 
 shares = st.floats(0, 1)
 figures = st.builds(

@@ -5,7 +5,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planning.advice import PROCESSES, WORTH, AdviceView, advise, what_if
+from rubato.planning.advice import PROCESSES, WORTH, AdviceView, advise, what_if
 
 QUIET = settings(deadline=None)
 

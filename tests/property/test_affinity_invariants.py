@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linprog
 
-from planning.affinity import GAIN, SPLIT, HardwareClass, TaskProfile, plan
-from planning.step_cost import StepCost, StepSums, fit
+from rubato.planning.affinity import GAIN, SPLIT, HardwareClass, TaskProfile, plan
+from rubato.planning.step_cost import StepCost, fit
+from rubato.planning.step_sums import StepSums
 
 TASKS = ("a", "b", "c", "d")
 NAMES = ("h20", "h200", "h800")
@@ -90,9 +91,7 @@ def test_with_full_slots_it_comes_close_to_the_linear_programs_optimum(tasks, am
             load[at, row * num + at] = task.requests / total * own / each.engines
             whole[row, row * num + at] = 1.0
     scale = 1.0 / load.max()
-    best = linprog(
-        [0.0] * (num_tasks * num) + [-1.0], load / load.max(), np.ones(num), whole, np.zeros(num_tasks), method="highs"
-    )
+    best = linprog([0.0] * (num_tasks * num) + [-1.0], load / load.max(), np.ones(num), whole, np.zeros(num_tasks), method="highs")
     assert best.success
 
     assert plan(tasks, among, 1e9).rate >= -best.fun * scale / LEFT

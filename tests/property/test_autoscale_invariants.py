@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planning.autoscale import KEPT_STARTS, LEAST_START_S, PoolBounds, PoolLoad, WorkersWanted, autoscale
+from rubato.planning.autoscale import KEPT_STARTS, LEAST_START_S, PoolBounds, PoolLoad, WorkersWanted, autoscale
 
 COUNTS = st.integers(0, 200)
 SECONDS = st.floats(0, 1e4)

@@ -5,9 +5,9 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planning.circuits import Cross, FabricSnapshot, Verdict, materialise, plan
-from planning.demand import flows, per_link
-from planning.topology import template
+from rubato.planning.circuits import Cross, FabricSnapshot, Verdict, materialise, plan
+from rubato.planning.demand import flows, per_link
+from rubato.planning.topology import template
 
 
 @st.composite

@@ -9,18 +9,9 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bus.codec import (
-    OUT_OF_BAND_BYTES,
-    Envelope,
-    EnvelopeKind,
-    cut,
-    decode_body,
-    decode_frame,
-    encode_body,
-    join,
-)
-from bus.errors import BadFrame
-from bus.message import ITEM_BYTES, Array, Buffer, Message
+from rubato.bus.codec import OUT_OF_BAND_BYTES, Envelope, EnvelopeKind, cut, decode_body, decode_frame, encode_body, join
+from rubato.bus.errors import BadFrame
+from rubato.bus.message import ITEM_BYTES, Array, Buffer, Message
 
 
 class Inner(msgspec.Struct, array_like=True, frozen=True):

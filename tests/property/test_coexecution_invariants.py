@@ -3,9 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planning.coexecution import JobProfile, NodePool, SharedCluster, admit, depart, keeps, place
-from planning.regrouping import regroup, settled
-from planning.round_robin import PhasedJob, StepTimes, meta_iteration_s, slowdowns
+from rubato.planning.coexecution import JobProfile, NodePool, SharedCluster, admit, depart, keeps, place
+from rubato.planning.regrouping import regroup, settled
+from rubato.planning.round_robin import PhasedJob, StepTimes, meta_iteration_s, slowdowns
 
 MEMORY = 1000.0
 seconds = st.floats(10, 500)
@@ -125,9 +125,7 @@ def test_regrouping_after_departures_loses_nobody_and_never_costs_more(jobs, clu
     check(plan.groups, cluster)
     everywhere = settled(groups, left, cluster)
     check(everywhere.groups, cluster)
-    assert sorted(p.job.name for g in everywhere.groups for p in g.jobs) == sorted(
-        p.job.name for g in groups for p in g.jobs
-    )
+    assert sorted(p.job.name for g in everywhere.groups for p in g.jobs) == sorted(p.job.name for g in groups for p in g.jobs)
     assert len({move.source for move in everywhere.moves}) + len(everywhere.groups) == len(groups)
 
 

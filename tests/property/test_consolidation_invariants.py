@@ -5,7 +5,7 @@ from math import ceil
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planning.consolidation import consolidate, is_tail
+from rubato.planning.consolidation import consolidate, is_tail
 
 LOADS = st.lists(st.integers(0, 8), min_size=1, max_size=8)
 

@@ -5,7 +5,7 @@ from collections import deque
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bus.link import WINDOW_BYTES, WINDOW_MESSAGES, Account, Grants, charge
+from rubato.bus.link import WINDOW_BYTES, WINDOW_MESSAGES, Account, Grants, charge
 
 sizes = st.one_of(st.integers(0, 2000), st.integers(0, WINDOW_BYTES), st.integers(0, 100 * WINDOW_BYTES))
 

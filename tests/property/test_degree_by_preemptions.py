@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planning.parallelism import PreemptionTrend, by_preemptions
+from rubato.planning.parallelism import PreemptionTrend, by_preemptions
 
 COUNTS = st.lists(st.integers(0, 10_000), max_size=40)
 DEGREES = st.sets(st.sampled_from((1, 2, 4, 8)), min_size=1)

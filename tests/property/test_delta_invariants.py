@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runtime.blobs.delta import NUM_BYTES, apply, changes, num_changed
+from rubato.runtime.blobs.delta import NUM_BYTES, apply, changes, num_changed
 
 SIZES = st.integers(0, 5000)
 

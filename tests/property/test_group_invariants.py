@@ -6,10 +6,10 @@ import msgspec
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from actors.samples.group import TRAINED, UNKNOWN, Group, GroupLimits, Receipt, Training
-from actors.samples.groups import Groups
-from actors.samples.sample import Outcome
-from planning.staleness import min_version
+from rubato.actors.samples.group import TRAINED, UNKNOWN, Group, GroupLimits, Receipt, Training
+from rubato.actors.samples.groups import Groups
+from rubato.actors.samples.sample import Outcome
+from rubato.planning.staleness import min_version
 
 BATCH_GROUPS, STEPS = 2, 30
 
@@ -270,10 +270,7 @@ class Life:
         alive = {**self.groups.live, **self.groups.trained}
         assert set(self.stored) == set(alive)
         assert self.payloads == {
-            f"{group.id}.{index}"
-            for group in alive.values()
-            for index in group.scored
-            if not group.members[index].digest
+            f"{group.id}.{index}" for group in alive.values() for index in group.scored if not group.members[index].digest
         }
 
     def steps_in_state(self, state):

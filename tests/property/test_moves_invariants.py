@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planning.moves import Transfer, carry
+from rubato.planning.moves import Transfer, carry
 
 RATE = st.floats(1.0, 1e12)
 
@@ -11,9 +11,7 @@ RATE = st.floats(1.0, 1e12)
 @st.composite
 def movings(draw):
     num = draw(st.integers(1, 100_000))
-    return Transfer(
-        num, draw(st.integers(0, num)), draw(st.floats(1.0, 1e6)), draw(RATE), draw(RATE), draw(st.booleans())
-    )
+    return Transfer(num, draw(st.integers(0, num)), draw(st.floats(1.0, 1e6)), draw(RATE), draw(RATE), draw(st.booleans()))
 
 
 @given(movings())

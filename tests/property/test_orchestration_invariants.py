@@ -8,11 +8,11 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planning.forecast import Seen, fit, past
-from planning.makespan import Instance, Load, finish_s, left_after
-from planning.parallelism import coming, within
-from planning.rebalance import MARGIN, rebalance
-from planning.roofline import Deployment, Roofline
+from rubato.planning.forecast import Seen, fit, past
+from rubato.planning.makespan import Instance, Load, finish_s, left_after
+from rubato.planning.parallelism import coming, within
+from rubato.planning.rebalance import MARGIN, rebalance
+from rubato.planning.roofline import Deployment, Roofline
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 GPU = yaml.safe_load((CONFIGS / "hardware/h800.yaml").read_text())
@@ -48,14 +48,7 @@ def pools(draw: st.DrawFn) -> list[Instance]:
     ]
 
 
-seen = st.builds(
-    Seen,
-    st.sampled_from(("math", "code")),
-    st.sampled_from("pqrs"),
-    st.integers(0, 500),
-    st.floats(0, 20),
-    st.booleans(),
-)
+seen = st.builds(Seen, st.sampled_from(("math", "code")), st.sampled_from("pqrs"), st.integers(0, 500), st.floats(0, 20), st.booleans())
 histories = st.lists(st.lists(seen, max_size=15), max_size=4)
 
 
@@ -70,9 +63,7 @@ def test_one_more_request_never_brings_an_engine_through_earlier_and_more_bandwi
 
 @few
 @given(loads, st.integers(1, 16), st.sampled_from(((), (1, 1), (2,), (2, 4), (8,))), st.sampled_from((1, 2, 8)))
-def test_a_step_s_plan_uses_all_gpus_holds_each_request_once_and_is_no_slower_than_any_even_one(
-    own, num_gpus, current, steps
-):
+def test_a_step_s_plan_uses_all_gpus_holds_each_request_once_and_is_no_slower_than_any_even_one(own, num_gpus, current, steps):
     num_gpus = sum(current) or num_gpus
     plan = coming(own, num_gpus, ENGINES, current, steps=steps)
 
@@ -119,10 +110,7 @@ def test_a_switch_keeps_gpus_and_requests_stays_in_a_server_and_pays(instances):
 @given(pools(), st.floats(0, 60))
 def test_requests_that_wait_put_no_merge_off_that_still_pays(instances, wait_s):
     def waiting(seconds: float) -> list[Instance]:
-        return [
-            each._replace(loads=tuple(load._replace(wait_s=seconds) for load in each.loads), settled=True)
-            for each in instances
-        ]
+        return [each._replace(loads=tuple(load._replace(wait_s=seconds) for load in each.loads), settled=True) for each in instances]
 
     plain, plan = within(waiting(0.0), ENGINES), within(waiting(wait_s), ENGINES)
 
@@ -151,9 +139,7 @@ def test_moves_are_of_requests_that_are_there_at_most_once_per_interval_and_pay(
 
 @few
 @given(histories, st.lists(seen, max_size=10), st.floats(0.01, 0.99), st.floats(0.01, 0.99), seen)
-def test_what_remains_rises_with_the_quantile_within_the_limit_and_never_shrinks_in_whole(
-    steps, now, low, high, request_
-):
+def test_what_remains_rises_with_the_quantile_within_the_limit_and_never_shrinks_in_whole(steps, now, low, high, request_):
     forecast = fit(past(steps), now, limit=400)
     low, high = sorted((low, high))
     request_ = request_._replace(tokens=min(400, request_.tokens))

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planning.permits import PermitLine, Stand, granted, joined, kept, narrowed
+from rubato.planning.permits import PermitLine, Stand, granted, joined, kept, narrowed
 
 OPERATIONS = st.lists(st.tuples(st.sampled_from(("join", "gone", "narrow")), st.integers(1, 8)), max_size=60)
 

@@ -11,10 +11,10 @@ import pytest
 import yaml
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from planning.makespan import Instance, Load, finish_s, left_after
-from planning.parallelism import coming, within
-from planning.rebalance import moved, rebalance
-from planning.roofline import Deployment, Roofline
+from rubato.planning.makespan import Instance, Load, finish_s, left_after
+from rubato.planning.parallelism import coming, within
+from rubato.planning.rebalance import moved, rebalance
+from rubato.planning.roofline import Deployment, Roofline
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 CASES = 25
@@ -27,9 +27,7 @@ def hardware(model: str, slots: int, memory: float) -> dict[int, Roofline]:
     gpu = yaml.safe_load((CONFIGS / "hardware/h800.yaml").read_text())
     shape = yaml.safe_load((CONFIGS / f"models/{model}.yaml").read_text())
     specs = {
-        degree: Deployment.model_validate(
-            {"gpu": gpu, "model": shape, "tp": degree, "num_slots": slots, "memory_use": memory}
-        )
+        degree: Deployment.model_validate({"gpu": gpu, "model": shape, "tp": degree, "num_slots": slots, "memory_use": memory})
         for degree in (1, 2, 4)
     }
     return {degree: Roofline(spec) for degree, spec in specs.items()}
@@ -114,9 +112,7 @@ def optimal_moves(instances: list[Instance], engines: dict[int, Roofline]) -> fl
         for members in subsets(len(loads)):
             own = [loads[i][1] for i in members if loads[i][0] == at]
             come = [
-                moved(loads[i][1], engines[instances[loads[i][0]].degree], engines[target.degree])[0]
-                for i in members
-                if loads[i][0] != at
+                moved(loads[i][1], engines[instances[loads[i][0]].degree], engines[target.degree])[0] for i in members if loads[i][0] != at
             ]
             taken = target._replace(loads=(*own, *come))
             columns.append((members, tuple(int(at == k) for k in range(len(instances))), soonest_s(taken, engines)))
@@ -130,10 +126,7 @@ def partitions(names: list[str]) -> list[list[list[str]]]:
     first, *rest = names
     found = []
     for given in partitions(rest):
-        found += [
-            [[first], *given],
-            *([*given[:at], [first, *given[at]], *given[at + 1 :]] for at in range(len(given))),
-        ]
+        found += [[[first], *given], *([*given[:at], [first, *given[at]], *given[at + 1 :]] for at in range(len(given)))]
     return found
 
 
@@ -203,9 +196,7 @@ def test_rebalancing_is_within_5_percent_of_the_optimum_on_average(engines: dict
         loads = requests(chance, chance.randint(2, 6), cached=True)
         cut = sorted(chance.randint(0, len(loads)) for _ in range(2))
         parts = (loads[: cut[0]], loads[cut[0] : cut[1]], loads[cut[1] :])
-        instances = [
-            Instance(name, chance.choice((1, 1, 2)), tuple(part)) for name, part in zip("abc", parts, strict=True)
-        ]
+        instances = [Instance(name, chance.choice((1, 1, 2)), tuple(part)) for name, part in zip("abc", parts, strict=True)]
         gaps.append(rebalance(instances, engines, now_s=0.0).after_s / optimal_moves(instances, engines) - 1)
 
     show("rebalancing", gaps)

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.data.prompts import Mixture, Prompts, TaskCursor
-from planning.prompts import Epochs, next_task, shuffled
-from runtime.errors import ConfigError
+from rubato.actors.data.prompts import Mixture, Prompts, TaskCursor
+from rubato.planning.prompts import Epochs, next_task, shuffled
+from rubato.runtime.errors import ConfigError
 
-weights = st.dictionaries(
-    st.sampled_from("abcde"), st.floats(0.0, 10.0).filter(lambda w: w == 0.0 or w > 1e-3), min_size=1
-).filter(lambda found: sum(found.values()) > 0.0)
+weights = st.dictionaries(st.sampled_from("abcde"), st.floats(0.0, 10.0).filter(lambda w: w == 0.0 or w > 1e-3), min_size=1).filter(
+    lambda found: sum(found.values()) > 0.0
+)
 
 
 def test_the_first_rollouts_of_an_evaluation_are_of_every_task():
@@ -68,9 +68,7 @@ def test_no_task_is_ever_off_its_share_by_as_many_groups_as_there_are_tasks(shar
 
 
 @given(
-    st.lists(st.tuples(st.integers(1, 12), st.floats(0.1, 4.0)), min_size=1, max_size=4),
-    st.integers(0, 80),
-    st.sets(st.integers(0, 79)),
+    st.lists(st.tuples(st.integers(1, 12), st.floats(0.1, 4.0)), min_size=1, max_size=4), st.integers(0, 80), st.sets(st.integers(0, 79))
 )
 def test_a_restart_at_any_place_changes_nothing(tasks, num, restarts):
     def mixture():

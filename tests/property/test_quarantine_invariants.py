@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planning.failures import FIRST, HUNG, PAUSE_MAX_S, PAUSE_S, STREAK, QuarantineView, quarantine
+from rubato.planning.failures import FIRST, HUNG, PAUSE_MAX_S, PAUSE_S, STREAK, QuarantineView, quarantine
 
 views = st.builds(QuarantineView, st.integers(0, 100), st.booleans(), st.integers(0, 10_000))
 

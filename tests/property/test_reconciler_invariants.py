@@ -6,12 +6,13 @@ from functools import partial
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.fabric.driver import FabricError
-from actors.fabric.reconciler import CircuitLedger, Reconciler
-from planning.circuits import Cross
-from runtime.observe.log import logger
-from runtime.store.store import Fence, MemoryStore
-from sim.virtual import run_virtual
+from rubato.actors.fabric.driver import FabricError
+from rubato.actors.fabric.reconciler import CircuitLedger, Reconciler
+from rubato.planning.circuits import Cross
+from rubato.runtime.memory import MemoryStore
+from rubato.runtime.observe.log import logger
+from rubato.runtime.store.store import Fence
+from rubato.sim.virtual import run_virtual
 from tests.faulty_switch import FaultySwitch
 
 PORTS = st.integers(0, 7)

@@ -5,7 +5,7 @@ from math import ceil, log2
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planning.relay import FANOUT, ancestors, plan, sources
+from rubato.planning.relay import FANOUT, ancestors, plan, sources
 
 hosts = st.sets(st.text("abcdefgh0123456789-", min_size=1, max_size=6), max_size=40)
 

@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planning.engine_info import EngineInfo, WeightsId, WeightsNeed
-from planning.routing import STICKY_SLACK, Choice, EngineView, Wait, capacity, choose
+from rubato.planning.engine_info import EngineInfo, WeightsId, WeightsNeed
+from rubato.planning.routing import STICKY_SLACK, Choice, EngineView, Wait, capacity, choose
 
 NAMES = [f"engine-{i}" for i in range(6)]
 

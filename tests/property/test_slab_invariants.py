@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from runtime.blobs.server import SPARES, MemorySegment, Slab, capacity_for
+from rubato.runtime.blobs.server import SPARES, MemorySegment, Slab, capacity_for
 
 USERS = ("a", "b", "c")
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planning.staleness import AdmissionView, SupplyView, admit, hand_over, min_version
+from rubato.planning.staleness import AdmissionView, SupplyView, admit, hand_over, min_version
 
 
 @dataclass

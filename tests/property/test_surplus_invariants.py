@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.samples.group import TRAINED, GroupLimits
-from actors.samples.groups import Groups
-from actors.samples.sample import Outcome
+from rubato.actors.samples.group import TRAINED, GroupLimits
+from rubato.actors.samples.groups import Groups
+from rubato.actors.samples.sample import Outcome
 
 
 @dataclass

@@ -5,7 +5,7 @@ from itertools import product
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planning.switching import PhaseCost, schedule
+from rubato.planning.switching import PhaseCost, schedule
 
 QUIET = settings(deadline=None)
 """Busy machines are slow; nothing here is about time."""

@@ -9,12 +9,12 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.batching.tail_batching import PUT_OFF, TailBatching
-from actors.data.prompts import Mixture, Prompts
-from actors.samples.group import Group, GroupLimits, Receipt, Training
-from actors.samples.groups import Groups
-from actors.samples.sample import Outcome
-from planning.prompts import Epochs, shuffled
+from rubato.actors.batching.tail_batching import PUT_OFF, TailBatching
+from rubato.actors.data.prompts import Mixture, Prompts
+from rubato.actors.samples.group import Group, GroupLimits, Receipt, Training
+from rubato.actors.samples.groups import Groups
+from rubato.actors.samples.sample import Outcome
+from rubato.planning.prompts import Epochs, shuffled
 
 decode, encode = msgspec.msgpack.decode, msgspec.msgpack.encode
 
@@ -46,9 +46,7 @@ class Job:
     def buffer(self):
         prompts = Prompts(1.0, Epochs(lambda epoch: shuffled(self.rows, self.seed, epoch)), rows=self.rows)
         steps = -(-self.rows * self.epochs // self.batch_groups)
-        limits = GroupLimits(
-            self.group_size, self.batch_groups, steps, 1, 99, 8, 1e9, mixture=Mixture({"task": prompts})
-        )
+        limits = GroupLimits(self.group_size, self.batch_groups, steps, 1, 99, 8, 1e9, mixture=Mixture({"task": prompts}))
         tail = partial(TailBatching, etas=self.etas, on_round=lambda round_: self.kinds.append(round_.kind))
         return Groups(limits, self.alpha, [tail])
 

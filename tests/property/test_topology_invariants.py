@@ -8,11 +8,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from planning.demand import heaviest_first, per_link
-from planning.multihop import bottleneck, loads
-from planning.pods import plan_pods, split
-from planning.topology import direct, reserve
-from sim.rfabric.baselines import assignment, greedy, matching
+from rubato.planning.demand import heaviest_first, per_link
+from rubato.planning.multihop import bottleneck, loads
+from rubato.planning.pods import plan_pods, split
+from rubato.planning.topology import direct, reserve
+from rubato.sim.rfabric.baselines import assignment, greedy, matching
 
 QUIET = settings(deadline=None)
 """Busy machines are slow; nothing here is about time."""
@@ -145,11 +145,7 @@ def test_with_direct_links_for_all_one_more_port_never_slows_the_slowest_pair(fa
 
 
 @QUIET
-@given(
-    st.integers(1, 5).flatmap(
-        lambda n: st.lists(st.lists(st.integers(0, 50), min_size=n, max_size=n), min_size=n, max_size=n)
-    )
-)
+@given(st.integers(1, 5).flatmap(lambda n: st.lists(st.lists(st.integers(0, 50), min_size=n, max_size=n), min_size=n, max_size=n)))
 def test_the_assignment_is_the_heaviest_permutation(weights):
     columns = assignment(weights)
 

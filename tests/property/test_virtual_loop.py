@@ -5,7 +5,7 @@ import asyncio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sim.virtual import run_virtual
+from rubato.sim.virtual import run_virtual
 
 PROGRAMS = st.lists(st.lists(st.sampled_from([0.0, 0.1, 0.25, 1.0]), max_size=6), min_size=1, max_size=8)
 

@@ -6,7 +6,7 @@ import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from runtime.config.yaml_core import dump_yaml, read_yaml
+from rubato.runtime.config.yaml_core import dump_yaml, read_yaml
 
 LOOKS = (
     "no", "Yes", "on", "OFF", "y", "null", "~", "", "true", "False", "010", "08", "0o17", "0x1F", "0b1", "1_000", "12:30:00", "1:30",
@@ -16,9 +16,7 @@ LOOKS = (
 )  # fmt: skip
 TEXTS = st.sampled_from(LOOKS) | st.text(st.characters(exclude_categories=["Cs"]), max_size=200)
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXTS
-VALUES = st.recursive(
-    SCALARS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(SCALARS, inner, max_size=4), max_leaves=12
-)
+VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(SCALARS, inner, max_size=4), max_leaves=12)
 
 
 def typed(value):

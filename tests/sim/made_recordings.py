@@ -19,9 +19,7 @@ def write(folder: Path, *, steps: int = 30, engines: int = 2, foreign_cores: flo
     """Steps of one second of waiting each; turns and the share of trained tokens vary."""
     chance = random.Random(7)
     rows, samples = [], []
-    cpu = dict.fromkeys(
-        ["env_manager-1", "llm_proxy-1", "reward_service-1", "sample_buffer-1", "node-1", "trainer-1"], 1.0
-    )
+    cpu = dict.fromkeys(["env_manager-1", "llm_proxy-1", "reward_service-1", "sample_buffer-1", "node-1", "trainer-1"], 1.0)
     cpu |= {f"engine-{i + 1}": 1.0 for i in range(engines)}
     host, wall_s, saved_s = 100.0, 0.0, 0.0
     num = GROUPS * SIZE
@@ -70,9 +68,7 @@ def write(folder: Path, *, steps: int = 30, engines: int = 2, foreign_cores: flo
 
 def config(engines: int, steps: int) -> dict:
     roles = ("sample_buffer", "llm_proxy", "env_manager", "reward_service", "trainer")
-    actors = {role: {"class": f"a.b:{role}", "count": 1} for role in roles} | {
-        "engine": {"class": "a.b:E", "count": engines}
-    }
+    actors = {role: {"class": f"a.b:{role}", "count": 1} for role in roles} | {"engine": {"class": "a.b:E", "count": engines}}
     return {
         "run": {"name": "made", "seed": 3, "steps": steps}, "actors": actors,
         "train": {"batch_groups": GROUPS, "group_size": SIZE}, "checkpoint": {"every": EVERY},

@@ -2,11 +2,11 @@
 
 import pytest
 
-from planning.adaptive_alpha import AlphaBounds
-from sim.admission.job import DRIFT, distributions, length_job, measured
-from sim.admission.rules import ArealRule, PrimeRlRule, RollRule, RuleView, WaitingGroup
-from sim.admission.workloads import ALPHAS, TAIL, hardware, workloads
-from sim.buffer_model import ess_of
+from rubato.planning.adaptive_alpha import AlphaBounds
+from rubato.sim.admission.job import DRIFT, distributions, length_job, measured
+from rubato.sim.admission.rules import ArealRule, PrimeRlRule, RollRule, RuleView, WaitingGroup
+from rubato.sim.admission.workloads import ALPHAS, TAIL, hardware, workloads
+from rubato.sim.buffer_model import ess_of
 
 
 def view(*, version=0, running=0, ready=(), bound=0, completed=0):

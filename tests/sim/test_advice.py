@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from actors.report.advice import view_of as view_of_rows
-from planning.advice import advise, what_if
-from sim.advice import view_of
-from sim.cluster import ClusterJobSpec, cluster_job
-from sim.live.run import run
+from rubato.actors.report.advice import view_of as view_of_rows
+from rubato.planning.advice import advise, what_if
+from rubato.sim.advice import view_of
+from rubato.sim.cluster import ClusterJobSpec, cluster_job
+from rubato.sim.live.run import run
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 WARM, STEPS = 4, 12
@@ -21,12 +21,7 @@ HELD_UP_BY = {
     "alpha": {"environments": 256, "step_s": 4.0},
 }
 FIRST = {"environments": "concurrency", "engines": "engine", "trainer": "trainer", "alpha": "alpha"}
-BOUND = {
-    "environments": "environment-bound",
-    "engines": "generation-bound",
-    "trainer": "training-bound",
-    "alpha": "environment-bound",
-}
+BOUND = {"environments": "environment-bound", "engines": "generation-bound", "trainer": "training-bound", "alpha": "environment-bound"}
 
 
 def part(name: str) -> dict:

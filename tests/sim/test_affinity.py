@@ -3,16 +3,16 @@
 import pytest
 from pydantic import ValidationError
 
-from actors.samples.group import GroupLimits
-from actors.samples.groups import Groups
-from sim.affinity_model import ModelledAffinity, fixed_shares
-from sim.buffer_model import NEVER_LAPSES_S, ModelledBuffer
-from sim.cluster import ClusterCosts, ClusterJobSpec, PoolSpec, engines_of
-from sim.job import Job
-from sim.manager_model import TurnRequest
-from sim.proxy_model import ModelledProxy
-from sim.timeline import Timeline
-from sim.workload import Episode, TaskSpec, episode, task_of
+from rubato.actors.samples.group import GroupLimits
+from rubato.actors.samples.groups import Groups
+from rubato.sim.affinity_model import ModelledAffinity, fixed_shares
+from rubato.sim.buffer_model import NEVER_LAPSES_S, ModelledBuffer
+from rubato.sim.cluster import ClusterCosts, ClusterJobSpec, PoolSpec, engines_of
+from rubato.sim.job import Job
+from rubato.sim.manager_model import TurnRequest
+from rubato.sim.proxy_model import ModelledProxy
+from rubato.sim.timeline import Timeline
+from rubato.sim.workload import Episode, TaskSpec, episode, task_of
 from tests.sim.test_job import part
 
 
@@ -88,9 +88,7 @@ def test_tasks_that_change_places_are_mapped_anew_within_three_steps():
     simulated, costs = job(MIXED, SWAP_AT, affinity="learned")
     simulated.run()
 
-    favourites = [
-        {t: max(shares, key=shares.get) for t, shares in plan.shares.items()} for plan in costs.affinity.plans
-    ]
+    favourites = [{t: max(shares, key=shares.get) for t, shares in plan.shares.items()} for plan in costs.affinity.plans]
     assert favourites[SWAP_AT - 1] == {"a": "h800", "b": "h20"}
     assert favourites[SWAP_AT + 2] == {"a": "h20", "b": "h800"}
 
@@ -108,9 +106,7 @@ def test_a_domain_whose_pool_is_full_holds_up_no_other():
     timeline = Timeline()
     pools = (pool("h800", 1), pool("h20", 1))
     engines = engines_of(timeline, pools)
-    affinity = ModelledAffinity(
-        {"h800": engines[:1], "h20": engines[1:]}, {"a": {"h800": 1.0}, "b": {"h20": 1.0}}, learned=False
-    )
+    affinity = ModelledAffinity({"h800": engines[:1], "h20": engines[1:]}, {"a": {"h800": 1.0}, "b": {"h20": 1.0}}, learned=False)
     proxy = ModelledProxy(timeline, engines, affinity)
     for number in range(40):
         timeline.start(proxy.generate(TurnRequest(f"a{number}"), 100, 2000, "a"))

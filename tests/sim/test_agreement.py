@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from sim.calibration.command import main, observed
-from sim.calibration.fit import fit
-from sim.calibration.recording import read_run
-from sim.onehost.observed import observe
-from sim.onehost.processes import host_job
-from sim.onehost.scenario import OneHost, spec_of
-from sim.scenario import load
+from rubato.sim.calibration.command import main, observed
+from rubato.sim.calibration.fit import fit
+from rubato.sim.calibration.recording import read_run
+from rubato.sim.onehost.observed import observe
+from rubato.sim.onehost.processes import host_job
+from rubato.sim.onehost.scenario import OneHost, spec_of
+from rubato.sim.scenario import load
 
 pytestmark = pytest.mark.slow
 
@@ -33,9 +33,7 @@ def test_live_and_simulated_runs_agree_at_worker_counts_that_were_not_calibrated
     rows = host_job(spec_of(scenario.job, live), scenario.calibration_for(live), seed=1).run()
 
     ours = observe(rows, live.window, live.engines, live.env_managers)
-    print(
-        f"{engines} engines: live {live.steps_s:.3f} steps/s, simulated {ours.steps_s:.3f}; idle {live.idle}, {ours.idle}"
-    )
+    print(f"{engines} engines: live {live.steps_s:.3f} steps/s, simulated {ours.steps_s:.3f}; idle {live.idle}, {ours.idle}")
     assert ours.steps_s == pytest.approx(live.steps_s, rel=0.10)
     assert ours.idle == pytest.approx(live.idle, abs=0.10)
 

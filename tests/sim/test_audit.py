@@ -4,21 +4,14 @@ import json
 
 import pytest
 
-from sim.audit import AuditLimits, audit
+from rubato.sim.audit import AuditLimits, audit
 
 EXPECTED = AuditLimits(steps=2, batch_groups=1, group_size=2, alpha=1)
 
 
 def line(group, member, step, fate="trained", age=0):
     name = f"g{group:08d}"
-    return {
-        "trajectory_id": f"{name}.{member}",
-        "group_id": name,
-        "fate": fate,
-        "step": step,
-        "epoch": step,
-        "age": age,
-    }
+    return {"trajectory_id": f"{name}.{member}", "group_id": name, "fate": fate, "step": step, "epoch": step, "age": age}
 
 
 @pytest.fixture
@@ -106,17 +99,10 @@ def test_rows_whose_tokens_do_not_balance_are_found(tmp_path, ledger):
     (tmp_path / "samples.jsonl").write_text("".join(json.dumps(x | {"tokens": 10}) + "\n" for x in ledger))
 
     def found(*rows):
-        lines = [
-            json.dumps({"step": 1 + n, **{f"tokens/{k}": v for k, v in row.items()}}) for n, row in enumerate(rows)
-        ]
+        lines = [json.dumps({"step": 1 + n, **{f"tokens/{k}": v for k, v in row.items()}}) for n, row in enumerate(rows)]
         (tmp_path / "metrics.jsonl").write_text("".join(line + "\n" for line in lines))
         return audit(tmp_path, EXPECTED).problems
 
-    assert (
-        found({"generated": 50, "held": 30, "retried": 20}, {"generated": 90, "trained": 40, "held": 30, "retried": 20})
-        == []
-    )
+    assert found({"generated": 50, "held": 30, "retried": 20}, {"generated": 90, "trained": 40, "held": 30, "retried": 20}) == []
     assert found({"generated": 50, "held": 30}, {}) == ["the tokens of 1 rows don't balance (steps 1)"]
-    assert found({}, {"generated": 41, "trained": 41}) == [
-        "metrics.jsonl says that 41 tokens ended as trained, samples.jsonl knows of 40"
-    ]
+    assert found({}, {"generated": 41, "trained": 41}) == ["metrics.jsonl says that 41 tokens ended as trained, samples.jsonl knows of 40"]

@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from sim.cluster import ClusterCosts, ClusterJobSpec, cluster_job
-from sim.live.run import run
+from rubato.sim.cluster import ClusterCosts, ClusterJobSpec, cluster_job
+from rubato.sim.live.run import run
+
+pytestmark = pytest.mark.slow
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 WARM = 2
@@ -36,10 +38,7 @@ def job(alpha: int, engines: int = 2) -> ClusterJobSpec:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("alpha", "engines"),
-    [pytest.param(0, 2, marks=pytest.mark.slow), (1, 2), pytest.param(1, 48, marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize(("alpha", "engines"), [(0, 2), (1, 2), (1, 48)])
 def test_both_modes_agree_on_throughput_within_3_percent(alpha, engines, tmp_path):
     spec = job(alpha, engines)
     modelled = cluster_job(spec, seed=1)
@@ -99,11 +98,7 @@ def slow_network(given: dict, bytes_s: float) -> dict:
 
 def mixed(**changes) -> ClusterJobSpec:
     """Two tasks on two engines, eight rollouts each."""
-    given = job(1).model_dump(mode="json") | {
-        "pools": [pool("compute", "h800", 2)],
-        "tasks": [READ, WRITE],
-        "draw": "mixture",
-    }
+    given = job(1).model_dump(mode="json") | {"pools": [pool("compute", "h800", 2)], "tasks": [READ, WRITE], "draw": "mixture"}
     return ClusterJobSpec.model_validate(given | {"batch_groups": 4, "environments": 24, "steps": 8} | changes)
 
 

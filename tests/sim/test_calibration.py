@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from runtime.cli import guarded
-from runtime.errors import ConfigError
-from sim.calibration.command import main, observed
-from sim.calibration.fit import fit
-from sim.calibration.recording import read_run
-from sim.onehost.calibrated import Calibration
+from rubato.runtime.cli import guarded
+from rubato.runtime.errors import ConfigError
+from rubato.sim.calibration.command import main, observed
+from rubato.sim.calibration.fit import fit
+from rubato.sim.calibration.recording import read_run
+from rubato.sim.onehost.calibrated import Calibration
 from tests.sim import made_recordings as made
 
 
@@ -45,14 +45,7 @@ def test_rollouts_are_the_recorded_ones(tmp_path):
 def test_an_engine_cost_that_would_be_negative_is_zero_and_the_others_are_fitted_without_it(tmp_path):
     run = made.write(tmp_path / "run")
     steps = [[n, 5 * n, 1e-3 + 5 * n * 1e-5 - n * 2e-6 * (n % 2)] for n in range(1, 101)]
-    told = {
-        "event": "step_times",
-        "cpu_s": 9.0,
-        "updates": 1,
-        "update_cpu_s": 0.0,
-        "process_cpu_s": 9.5,
-        "sampled": steps,
-    }
+    told = {"event": "step_times", "cpu_s": 9.0, "updates": 1, "update_cpu_s": 0.0, "process_cpu_s": 9.5, "sampled": steps}
     for name in ("engine-1", "engine-2"):
         made.lines(run / "logs" / f"{name}.jsonl", [told])
 

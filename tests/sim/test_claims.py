@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from runtime.errors import ConfigError
-from sim.claims import BOUNDS, ClaimSpec, judge, summary
-from sim.scenario import load
+from rubato.runtime.errors import ConfigError
+from rubato.sim.claims import BOUNDS, ClaimSpec, judge, summary
+from rubato.sim.scenario import load
 
 
 def claim(**fields):
@@ -144,10 +144,7 @@ def test_no_parameter_that_an_outcome_chose_stands_without_it():
     "fields",
     [
         {"expected": "fails"},
-        *(
-            {"tolerance": text}
-            for text in ("about", "-1%", "nan", "inf", "factor 0", "factor 0.5", "factor 5%", "5%%", "factor ")
-        ),
+        *({"tolerance": text} for text in ("about", "-1%", "nan", "inf", "factor 0", "factor 0.5", "factor 5%", "5%%", "factor ")),
     ],
 )
 def test_a_claim_needs_a_band_and_a_reason_to_fail(fields):

@@ -4,8 +4,8 @@ from itertools import product
 
 import pytest
 
-from sim.hardware import Prices
-from sim.rfabric.counts import FABRICS, FabricParts, FabricSize, clos, superpod
+from rubato.sim.hardware import Prices
+from rubato.sim.rfabric.counts import FABRICS, FabricParts, FabricSize, clos, superpod
 
 PRICES = Prices(name="400G", transceiver=659, eps_port=1090, ocs_port=520)
 

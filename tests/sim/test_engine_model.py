@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from planning.roofline import Deployment, Roofline
-from runtime.errors import ConfigError
-from sim.engine_model import ModelledEngine
-from sim.timeline import Timeline
+from rubato.planning.roofline import Deployment, Roofline
+from rubato.runtime.errors import ConfigError
+from rubato.sim.engine_model import ModelledEngine
+from rubato.sim.timeline import Timeline
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from sim.net import collectives as forms
-from sim.net.clos import ClosSpec, clos
-from sim.net.direct import DirectSpec, direct_network
-from sim.net.network import complete, flows
+from rubato.sim.net import collectives as forms
+from rubato.sim.net.clos import ClosSpec, clos
+from rubato.sim.net.direct import DirectSpec, direct_network
+from rubato.sim.net.network import complete, flows
 
 NIC, NICS, SIZE = 50e9, 8, 3.2e9
 RATE = NIC * NICS
@@ -87,10 +87,7 @@ def test_an_all_to_all_round_a_ring_pays_for_its_hops(n):
 
 def random_transfers(seed, servers=64, number=40):
     rng = np.random.default_rng(seed)
-    return [
-        (int(a), int(b), float(v))
-        for a, b, v in zip(*rng.integers(0, servers, (2, number)), rng.uniform(1, 9e9, number), strict=True)
-    ]
+    return [(int(a), int(b), float(v)) for a, b, v in zip(*rng.integers(0, servers, (2, number)), rng.uniform(1, 9e9, number), strict=True)]
 
 
 NETWORKS = {

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from planning.hardware import GpuSpec
-from planning.language_model import ModelSpec
-from runtime.config.source import read
-from sim.rfabric import job as jobs
-from sim.rfabric.fabrics import FABRICS, FabricSpec, case
-from sim.rfabric.job import TrainingSpec, generation_operations, place
+from rubato.planning.hardware import GpuSpec
+from rubato.planning.language_model import ModelSpec
+from rubato.runtime.config.overrides import read
+from rubato.sim.rfabric import job as jobs
+from rubato.sim.rfabric.fabrics import FABRICS, FabricSpec, case
+from rubato.sim.rfabric.job import TrainingSpec, generation_operations, place
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 MODEL = ModelSpec.model_validate(read(CONFIGS / "models" / "qwen2-57b-a14b.yaml").tree)
@@ -158,9 +158,7 @@ def test_rfabric_without_the_search_over_stage_weights_has_one_topology_per_phas
 def test_the_parts_of_a_delay_add_up():
     parts = {"drain_s": 0.01, "control_s": 0.02, "ocs_s": 0.03, "relink_s": 0.04}
 
-    assert seconds("rfabric", {"delay": parts}) == pytest.approx(
-        seconds("rfabric", {"delay": {"ocs_s": 0.1}}), rel=1e-9
-    )
+    assert seconds("rfabric", {"delay": parts}) == pytest.approx(seconds("rfabric", {"delay": {"ocs_s": 0.1}}), rel=1e-9)
 
 
 def test_a_job_without_room_is_refused():

@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 import yaml
 
-from planning.roofline import Roofline
-from sim.cluster import ClusterJobSpec, PoolSpec, cluster_job, engines_of, manager_of
-from sim.engine_model import ModelledEngine
-from sim.job import Job
-from sim.manager_model import TurnRequest
-from sim.proxy_model import ModelledProxy
-from sim.rollart.batch import BatchRun
-from sim.timeline import Timeline
-from sim.workload import TaskSpec, episode
+from rubato.planning.roofline import Roofline
+from rubato.sim.cluster import ClusterJobSpec, PoolSpec, cluster_job, engines_of, manager_of
+from rubato.sim.engine_model import ModelledEngine
+from rubato.sim.job import Job
+from rubato.sim.manager_model import TurnRequest
+from rubato.sim.proxy_model import ModelledProxy
+from rubato.sim.rollart.batch import BatchRun
+from rubato.sim.timeline import Timeline
+from rubato.sim.workload import TaskSpec, episode
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

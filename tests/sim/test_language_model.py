@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from planning.hardware import GpuSpec
-from planning.language_model import ModelSpec
-from runtime.config.source import read
+from rubato.planning.hardware import GpuSpec
+from rubato.planning.language_model import ModelSpec
+from rubato.runtime.config.overrides import read
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -15,10 +15,7 @@ def model(name):
     return ModelSpec.model_validate(read(CONFIGS / "models" / f"{name}.yaml").tree)
 
 
-@pytest.mark.parametrize(
-    ("name", "total_b", "active_b"),
-    [("qwen2-57b-a14b", 57.41, 14.25), ("qwen2.5-14b", 14.77, 14.77)],
-)
+@pytest.mark.parametrize(("name", "total_b", "active_b"), [("qwen2-57b-a14b", 57.41, 14.25), ("qwen2.5-14b", 14.77, 14.77)])
 def test_the_parameters_add_up_to_the_published_sum(name, total_b, active_b):
     spec = model(name)
 

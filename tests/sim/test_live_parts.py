@@ -5,21 +5,21 @@ from array import array
 
 import pytest
 
-from actors.config import RolloutSection
-from actors.engines.engine import CACHE, EXPORT, EngineError, Work, capabilities
-from actors.messages.generation import Sampling
-from bus.message import unpack_i32
-from sim.cluster import engines_of
-from sim.live.engine import STOP, RooflineEngine, RooflineSection
-from sim.live.environment import ModelledEnv, asked
-from sim.manager_model import TurnRequest
-from sim.moves_model import next_move
-from sim.proxy_model import ModelledProxy
-from sim.reward_model import RewardPool
-from sim.simtest.toys import renderer, write_tokenizer
-from sim.timeline import Timeline
-from sim.virtual import run_virtual
-from sim.workload import Episode, TaskSpec, episode
+from rubato.actors.config import RolloutSection
+from rubato.actors.engines.engine import CACHE, EXPORT, EngineError, Work, capabilities
+from rubato.actors.messages.generation import Sampling
+from rubato.bus.message import unpack_i32
+from rubato.sim.cluster import engines_of
+from rubato.sim.live.engine import STOP, RooflineEngine, RooflineSection
+from rubato.sim.live.environment import ModelledEnv, asked
+from rubato.sim.manager_model import TurnRequest
+from rubato.sim.moves_model import next_move
+from rubato.sim.proxy_model import ModelledProxy
+from rubato.sim.reward_model import RewardPool
+from rubato.sim.simtest.toys import renderer, write_tokenizer
+from rubato.sim.timeline import Timeline
+from rubato.sim.virtual import run_virtual
+from rubato.sim.workload import Episode, TaskSpec, episode
 from tests.sim.test_both_modes import READ
 from tests.sim.test_job import engine, pools
 
@@ -98,7 +98,7 @@ def started(folder, run) -> None:
     digits = [2 + 40 // 6**place % 6 for place in reversed(range(8))]
     work = Work("r", "s", (2, 2, *digits, STOP), Sampling(max_new_tokens=64, stop_token_ids=(STOP,)))
     spec = pools(1)[0].engine
-    section = RooflineSection(kind="sim.live.engine:RooflineEngine", spec=spec, max_len=1024)
+    section = RooflineSection(kind="rubato.sim.live.engine:RooflineEngine", spec=spec, max_len=1024)
 
     async def main() -> None:
         modelled = RooflineEngine(folder, None, section)

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sim.net.maxmin import Paths, max_min_rates
+from rubato.sim.net.maxmin import Paths, max_min_rates
 
 
 def random_flows(seed, num_flows=40, num_links=12):
@@ -27,9 +27,7 @@ def test_no_link_is_overfull_and_every_flow_has_a_full_link_on_which_none_is_ser
     assert np.all(load <= capacity * (1 + 1e-9))
     best = np.zeros(len(capacity))
     np.maximum.at(best, paths.links, share[flow_of])
-    bottleneck = (load[paths.links] >= capacity[paths.links] * (1 - 1e-9)) & (
-        share[flow_of] >= best[paths.links] * (1 - 1e-9)
-    )
+    bottleneck = (load[paths.links] >= capacity[paths.links] * (1 - 1e-9)) & (share[flow_of] >= best[paths.links] * (1 - 1e-9))
     assert set(flow_of[bottleneck]) == set(range(len(width)))
 
 

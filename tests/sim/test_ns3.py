@@ -13,9 +13,9 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from sim.net import collectives
-from sim.net.clos import ClosSpec, clos
-from sim.net.network import Network, complete, flows
+from rubato.sim.net import collectives
+from rubato.sim.net.clos import ClosSpec, clos
+from rubato.sim.net.network import Network, complete, flows
 
 ORACLE = Path(__file__).with_name("ns3_oracle.cc")
 LIBRARIES = ("applications", "internet", "point-to-point", "traffic-control", "network", "core")
@@ -53,8 +53,7 @@ SCENARIOS = {
     "permutation, 2:1 leaves": Scenario(CLOS, [(i, (i + 3) % 12, 8 * MB) for i in range(12)]),
     "all-to-all of 12, 2:1 leaves": Scenario(CLOS, list(collectives.all_to_all([range(12)], MB))),
     "the same, one server gets 3 times the bytes": Scenario(
-        CLOS,
-        [(a, b, size * (1 if b else 3)) for a, b, size in collectives.all_to_all([range(12)], MB / 2)],
+        CLOS, [(a, b, size * (1 if b else 3)) for a, b, size in collectives.all_to_all([range(12)], MB / 2)]
     ),
 }
 
@@ -112,9 +111,7 @@ def test_packets_take_longer_than_fluid_within_the_band(judged):
 
     ratio = packets.max() / ideal.seconds
     each = packets / ideal.finish_s
-    print(
-        f"{name}: {ideal.seconds * 1e3:.1f} ms, packets {ratio:.3f}, single flows {each.min():.2f} to {each.max():.2f}"
-    )
+    print(f"{name}: {ideal.seconds * 1e3:.1f} ms, packets {ratio:.3f}, single flows {each.min():.2f} to {each.max():.2f}")
     assert ideal.seconds == pytest.approx(full_links(network, scenario)[1], rel=1e-9)
     assert HEADERS <= ratio <= LIMIT
 

@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 import yaml
 
-from actors.engines.section import EngineSection
-from runtime.cli import main
-from sim.onehost.calibrated import EngineCosts
-from sim.onehost.cores import Cores, HostProcess
-from sim.onehost.engine import HostedEngine
-from sim.onehost.observed import idle_shares
-from sim.onehost.processes import host_job
-from sim.onehost.scenario import OneHost, spec_of
-from sim.scenario import load
-from sim.timeline import Timeline
+from rubato.actors.engines.section import EngineSection
+from rubato.runtime.cli import main
+from rubato.sim.onehost.calibrated import EngineCosts
+from rubato.sim.onehost.cores import Cores, HostProcess
+from rubato.sim.onehost.engine import HostedEngine
+from rubato.sim.onehost.observed import idle_shares
+from rubato.sim.onehost.processes import host_job
+from rubato.sim.onehost.scenario import OneHost, spec_of
+from rubato.sim.scenario import load
+from rubato.sim.timeline import Timeline
 
 pytestmark = pytest.mark.slow
 
@@ -187,15 +187,7 @@ def test_a_job_trains_every_step_and_its_times_follow_one_another():
 
     assert [row.step for row in rows] == list(range(1, 8))
     for before, row in pairwise(rows):
-        assert (
-            row.began_s
-            == before.ended_s
-            <= row.asked_s
-            <= row.claimed_s
-            < row.trained_s
-            < row.published_s
-            <= row.ended_s
-        )
+        assert row.began_s == before.ended_s <= row.asked_s <= row.claimed_s < row.trained_s < row.published_s <= row.ended_s
         assert all(used[0] >= before.used[name][0] for name, used in row.used.items())
     assert all(0.0 <= share <= 1.0 for share in idle_shares(rows, rows[-1]).values())
 

@@ -5,17 +5,17 @@ from pathlib import Path
 import pytest
 import yaml
 
-import sim.orchestrrl.generation as generation
-from planning.moves import Carry
-from planning.parallelism import StepPlan
-from planning.rebalance import RequestMove
-from sim.orchestrrl.drift import Drift, EngineUse, engines_of
-from sim.orchestrrl.generation import Arm, Pace, StepRun, regroup
-from sim.orchestrrl.joint import IterationStages, iterations_s
-from sim.orchestrrl.pool import ElasticPool, Regroup, Response
-from sim.outcome import silent
-from sim.scenario import load
-from sim.timeline import Timeline
+import rubato.sim.orchestrrl.generation as generation
+from rubato.planning.moves import Carry
+from rubato.planning.parallelism import StepPlan
+from rubato.planning.rebalance import RequestMove
+from rubato.sim.orchestrrl.drift import Drift, EngineUse, engines_of
+from rubato.sim.orchestrrl.generation import Arm, Pace, StepRun, regroup
+from rubato.sim.orchestrrl.joint import IterationStages, iterations_s
+from rubato.sim.orchestrrl.pool import ElasticPool, Regroup, Response
+from rubato.sim.outcome import silent
+from rubato.sim.scenario import load
+from rubato.sim.timeline import Timeline
 
 SCENARIOS = Path(__file__).parents[2] / "configs" / "sim"
 SMALL = {

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from runtime.cli import main
-from sim.scenario import load
+from rubato.runtime.cli import main
+from rubato.sim.scenario import load
 
 SCENARIOS = sorted((Path(__file__).parents[2] / "configs" / "sim").glob("*.yaml"))
 COST = Path(__file__).parents[2] / "configs" / "sim" / "rfabric_cost.yaml"
@@ -78,24 +78,15 @@ def test_an_outcome_against_the_expectation_exits_with_3(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["none.yaml"], "none.yaml does not exist. Give the path of a YAML file, e.g. configs/quickstart.yaml."),
-        (
-            [str(COST), "fabric.core_shar=1"],
-            "command line: fabric.core_shar is not a key. Did you mean fabric.core_share?",
-        ),
+        (["none.yaml"], "none.yaml does not exist. Give the path of a YAML file, or a name that rubato configs lists."),
+        ([str(COST), "fabric.core_shar=1"], "command line: fabric.core_shar is not a key. Did you mean fabric.core_share?"),
         ([str(COST), "kind=cost"], "command line: kind must be one of "),
         ([str(COST), "gpu=none.yaml"], "none.yaml does not exist."),
         ([str(THROUGHPUT), "gpus=[64]"], "can't be simulated: 64 GPUs leave no room to train"),
         ([str(THROUGHPUT), "fabrics=[foo]"], "fabrics: foo is no fabric; there are fat-tree"),
-        (
-            [str(THROUGHPUT), "gpus=[64000000]"],
-            "command line: gpus: give at least one cluster, each a multiple of 8 GPUs",
-        ),
+        ([str(THROUGHPUT), "gpus=[64000000]"], "command line: gpus: give at least one cluster, each a multiple of 8 GPUs"),
         ([str(COST), "prices.eps_port=-1"], "command line: prices.eps_port is -1; it must be "),
-        (
-            [*SMALL, "prices.eps_port=0", "prices.transceiver=0"],
-            "prices: transceiver, or both eps_port and ocs_port, must",
-        ),
+        ([*SMALL, "prices.eps_port=0", "prices.transceiver=0"], "prices: transceiver, or both eps_port and ocs_port, must"),
         ([*SMALL, "core_shares=[-4.7]"], "command line: core_shares.0 is -4.7; it must be at least 0."),
         ([*SMALL, "fabric.ecmp=true", "fabric.lost=0.99"], "a leaf with 99% of its uplinks lost has none left"),
         ([*SMALL, "job.skew=1e308"], "rfabric_cost.yaml can't be simulated: a figure is beyond what can be computed ("),
@@ -103,10 +94,7 @@ def test_an_outcome_against_the_expectation_exits_with_3(tmp_path, capsys):
         ([str(SYNC), "gpus=[7]"], "gpus must be whole servers of 8."),
         ([str(SYNC), "gpus=[]"], "command line: gpus is []; it must have at least 1 item."),
         ([str(SYNC), "models={}"], "command line: models is {}; it must have at least 1 item."),
-        (
-            [str(SYNC), "tcp.seconds=1e-320", "line_bytes_s=1e308", "rdma.seconds=1e-320"],
-            "relay_bytes_s is inf; input should",
-        ),
+        ([str(SYNC), "tcp.seconds=1e-320", "line_bytes_s=1e308", "rdma.seconds=1e-320"], "relay_bytes_s is inf; input should"),
         (
             [str(SYNC), "claims=[{name: zzz, paper: 1, source: table 1}]"],
             "The claim zzz is about no figure of this run. Its figures: rollmux",
@@ -115,29 +103,17 @@ def test_an_outcome_against_the_expectation_exits_with_3(tmp_path, capsys):
             [str(SYNC), "claims=[{name: speedup_8, paper: true, tolerance: at least, source: table 1}]"],
             "claim speedup_8 can't be judged: paper",
         ),
-        (
-            [str(SYNC), "claims=[{name: speedup_8, paper: 1, tolerance: factor 0, source: table 1}]"],
-            "claims.0: tolerance must be such as",
-        ),
+        ([str(SYNC), "claims=[{name: speedup_8, paper: 1, tolerance: factor 0, source: table 1}]"], "claims.0: tolerance must be such as"),
         ([str(SYNC), "claims=[{name: speedup_8, paper: 1}]"], "claims.0: a published claim needs paper"),
         ([str(SYNC), "claims=[{name: speedup_8, kind: ours, paper: 1}]"], "claims.0: a claim of kind ours needs its"),
         ([str(SYNC), "claims=[3]"], "command line: claims.0 is 3; it must be a section of key: value pairs."),
         ([str(QUICKSTART), "job.nokey=1"], "job: nokey is not a key."),
         ([str(QUICKSTART), "job.train.nokey=1"], "job: train.nokey is not a key."),
-        (
-            [str(QUICKSTART), "job=../sim/modelsync.yaml"],
-            "command line: job: names no actors. Add a section actors with",
-        ),
-        (
-            [str(BED), "job.nosection.nokey=1"],
-            "job: nosection is not a key: no role under actors reads it. Is one missing there?",
-        ),
+        ([str(QUICKSTART), "job=../sim/modelsync.yaml"], "command line: job: names no actors. Add a section actors with"),
+        ([str(BED), "job.nosection.nokey=1"], "job: nosection is not a key: no role under actors reads it. Is one missing there?"),
         ([str(BED), "job.fabric.nokey=1"], "job: fabric.nokey is not a key."),
         ([str(BED), "job.fabric.racks={}"], "can't be simulated: testbed needs racks: two or more, each with"),
-        (
-            [str(BED), "job.fabric.racks={a: [], b: []}"],
-            "testbed needs racks: two or more, each with the address of its",
-        ),
+        ([str(BED), "job.fabric.racks={a: [], b: []}"], "testbed needs racks: two or more, each with the address of its"),
         ([str(BED), "job.fabric="], "can't be simulated: testbed needs racks: two or more, each with"),
     ],
 )
@@ -173,10 +149,7 @@ def test_force_keeps_a_run_that_is_refused(tmp_path, capsys):
     main(["sim", str(SYNC), "--no-plots", "--out", str(tmp_path)])
     before = sorted(os.listdir(tmp_path))
 
-    assert (
-        main(["sim", str(SYNC), "claims=[{name: zzz, paper: 1, source: table 1}]", "--force", "--out", str(tmp_path)])
-        == 2
-    )
+    assert main(["sim", str(SYNC), "claims=[{name: zzz, paper: 1, source: table 1}]", "--force", "--out", str(tmp_path)]) == 2
 
     assert sorted(os.listdir(tmp_path)) == before
 
@@ -195,7 +168,7 @@ def test_a_place_that_can_not_be_written_is_found_before_the_simulation(tmp_path
     def simulated(*_):
         raise AssertionError("simulated first")
 
-    monkeypatch.setattr("sim.rlsim._simulated", simulated)
+    monkeypatch.setattr("rubato.sim.rlsim._simulated", simulated)
     (tmp_path / "file").write_text("")
 
     for place in (tmp_path / "file" / "run", "/proc/self/run"):

@@ -4,35 +4,23 @@ from pathlib import Path
 
 import pytest
 
-from runtime.errors import ConfigError
-from sim.outcome import silent
-from sim.rollart.affinity import crossing
-from sim.rollart.serverless import Functions
-from sim.scenario import load
-from sim.timeline import Timeline
-from sim.workload import episode
+from rubato.runtime.errors import ConfigError
+from rubato.sim.outcome import silent
+from rubato.sim.rollart.affinity import crossing
+from rubato.sim.rollart.serverless import Functions
+from rubato.sim.scenario import load
+from rubato.sim.timeline import Timeline
+from rubato.sim.workload import episode
 
 SCENARIOS = Path(__file__).parents[2] / "configs" / "sim"
 SMALL = {
     "rollart_affinity": ["trajectories=4", "counted=4", "concurrency=2", "crossover.prompts=[128,4096]"],
     "rollart_end_to_end": ["batch_groups=2", "warmup_steps=1", "counted_steps=1"],
     "rollart_failures": ["trajectories=4", "batches=1"],
-    "rollart_prefill_decode": [
-        "counted=8",
-        "concurrency=4",
-        "prefill_nodes=[1,2]",
-        "flip.rollouts=16",
-        "flip.concurrency=4",
-    ],
+    "rollart_prefill_decode": ["counted=8", "concurrency=4", "prefill_nodes=[1,2]", "flip.rollouts=16", "flip.concurrency=4"],
     "rollart_serverless": ["trajectories=8", "concurrency=8"],
     "rollart_sigma": ["trajectories=4", "sigmas_s=[1,10]"],
-    "rollart_staleness": [
-        "alphas=[0,1]",
-        "warmup_steps=1",
-        "counted_steps=1",
-        "job.batch_groups=2",
-        "job.environments=8",
-    ],
+    "rollart_staleness": ["alphas=[0,1]", "warmup_steps=1", "counted_steps=1", "job.batch_groups=2", "job.environments=8"],
 }
 
 
@@ -112,9 +100,7 @@ def test_only_engines_that_stand_still_for_weights_pay_for_a_slow_transfer():
     small = [*SMALL["rollart_end_to_end"], "training.count=8"]
     quick, slow = (
         loaded.kind.run(loaded.scenario, silent).figures
-        for loaded in (
-            load(SCENARIOS / "rollart_end_to_end.yaml", [*small, f"direct.seconds={seconds}"]) for seconds in (9, 3000)
-        )
+        for loaded in (load(SCENARIOS / "rollart_end_to_end.yaml", [*small, f"direct.seconds={seconds}"]) for seconds in (9, 3000))
     )
 
     assert slow["step_rollart_32b"] == quick["step_rollart_32b"]

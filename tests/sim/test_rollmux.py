@@ -6,16 +6,16 @@ from random import Random
 
 import pytest
 
-from planning.coexecution import CoexecutionGroup, JobProfile, NodePool, PinnedJob, SharedCluster, keeps
-from runtime.errors import ConfigError
-from sim.outcome import silent
-from sim.rollmux import optimum
-from sim.rollmux.multiplexed import Arrival, MultiplexedRun
-from sim.rollmux.optimum import Optimum
-from sim.rollmux.policies import Alone, MostIdle, Planned, RandomGroup, Regrouped, roomy
-from sim.rollmux.tail import PairRun
-from sim.rollmux.trace import made
-from sim.scenario import load
+from rubato.planning.coexecution import CoexecutionGroup, JobProfile, NodePool, PinnedJob, SharedCluster, keeps
+from rubato.runtime.errors import ConfigError
+from rubato.sim.outcome import silent
+from rubato.sim.rollmux import optimum
+from rubato.sim.rollmux.multiplexed import Arrival, MultiplexedRun
+from rubato.sim.rollmux.optimum import Optimum
+from rubato.sim.rollmux.policies import Alone, MostIdle, Planned, RandomGroup, Regrouped, roomy
+from rubato.sim.rollmux.tail import PairRun
+from rubato.sim.rollmux.trace import made
+from rubato.sim.scenario import load
 
 SCENARIOS = Path(__file__).parents[2] / "configs" / "sim"
 CLUSTER = SharedCluster(NodePool(8 * 1.85, 2e12), NodePool(8 * 5.28, 2e12))
@@ -151,13 +151,7 @@ def whoever_leaves(group):
 def test_the_optimum_is_what_brute_force_finds(seed):
     chance = Random(seed)
     jobs = [
-        job(
-            f"j{at}",
-            chance.uniform(50, 300),
-            chance.uniform(50, 300),
-            chance.uniform(1, 2),
-            nodes=(1, chance.choice((1, 2))),
-        )
+        job(f"j{at}", chance.uniform(50, 300), chance.uniform(50, 300), chance.uniform(1, 2), nodes=(1, chance.choice((1, 2))))
         for at in range(5)
     ]
     policy = Optimum(CLUSTER)

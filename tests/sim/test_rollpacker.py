@@ -5,18 +5,15 @@ from statistics import fmean
 
 import pytest
 
-from planning.tail import TailRound, TailRules
-from runtime.errors import ConfigError
-from sim.outcome import silent
-from sim.rollpacker.rollout import RoundCount, RoundDone, RoundRun, periods_of
-from sim.rollpacker.stream import left_s
-from sim.scenario import load
+from rubato.planning.tail import TailRound, TailRules
+from rubato.runtime.errors import ConfigError
+from rubato.sim.outcome import silent
+from rubato.sim.rollpacker.rollout import RoundCount, RoundDone, RoundRun, periods_of
+from rubato.sim.rollpacker.stream import left_s
+from rubato.sim.scenario import load
 
 SCENARIOS = Path(__file__).parents[2] / "configs" / "sim"
-SMALL = {
-    "rollpacker_stream": ["prompts=8", "size.engines=2"],
-    "rollpacker_tail": ["prompts=8", "updates=2", "sensitivity=[]"],
-}
+SMALL = {"rollpacker_stream": ["prompts=8", "size.engines=2"], "rollpacker_tail": ["prompts=8", "updates=2", "sensitivity=[]"]}
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -33,10 +30,7 @@ def test_a_run_is_the_same_twice_and_has_the_figures_of_its_claims(name):
 @pytest.mark.parametrize("key", ["prompts", "responses"])
 def test_speculation_below_1_is_refused_in_a_sentence(key):
     with pytest.raises(ConfigError, match=rf"arms.0.{key} is 0.5; it must be at least 1"):
-        load(
-            SCENARIOS / "rollpacker_tail.yaml",
-            ["arms=[{name: a, prompts: 1, responses: 1}]".replace(f"{key}: 1", f"{key}: 0.5")],
-        )
+        load(SCENARIOS / "rollpacker_tail.yaml", ["arms=[{name: a, prompts: 1, responses: 1}]".replace(f"{key}: 1", f"{key}: 0.5")])
 
 
 @pytest.fixture
@@ -76,9 +70,7 @@ def test_freeing_half_of_the_engines_loses_no_response(size):
 def test_what_the_freed_half_trained_is_not_left():
     done = RoundDone("long", 10.0, ((1.0, 1), (2.0, 1), (9.0, 2)), (0,), freed_s=2.0)
 
-    assert left_s(done, 4.0, 0.0) == pytest.approx(
-        2.0
-    )  # two of one second each, at half of the speed; the third came too late
+    assert left_s(done, 4.0, 0.0) == pytest.approx(2.0)  # two of one second each, at half of the speed; the third came too late
     assert left_s(done, 4.0, 7.0) == pytest.approx(4.0)
     assert left_s(done._replace(seconds=20.0), 4.0, 0.0) == 0.0
     assert left_s(done._replace(seconds=20.0), 4.0, 0.0, once=True) == pytest.approx(2.0)

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from planning.roofline import Deployment, Roofline
-from sim.training_model import TrainerSpec
+from rubato.planning.roofline import Deployment, Roofline
+from rubato.sim.training_model import TrainerSpec
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -72,9 +72,7 @@ def test_a_training_step_is_its_flops_over_what_the_gpus_reach():
     spec = TrainerSpec.model_validate({**parts(), "gpus": 32, "scoring_passes": 1, "recompute": False})
 
     forward = 1_000_000 * spec.model.forward_flops_per_token(500)
-    assert spec.step_s(1_000_000, 1000) == pytest.approx(
-        4 * forward / (32 * 989e12 * 0.4) + 2 * 31 / 32 * spec.model.weight_bytes / 48.5e9
-    )
+    assert spec.step_s(1_000_000, 1000) == pytest.approx(4 * forward / (32 * 989e12 * 0.4) + 2 * 31 / 32 * spec.model.weight_bytes / 48.5e9)
 
 
 def test_the_pipelines_bubble_shrinks_with_micro_batches():

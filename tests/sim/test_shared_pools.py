@@ -5,11 +5,11 @@ from statistics import fmean
 
 import pytest
 
-from planning.coexecution import JobProfile, SharedCluster
-from sim.live.shared import alone, shared
-from sim.rollmux.micro import cost_ratio, placed, profiles
-from sim.rollmux.multiplexed import certain_rates
-from sim.scenario import load
+from rubato.planning.coexecution import JobProfile, SharedCluster
+from rubato.sim.live.shared import alone, shared
+from rubato.sim.rollmux.micro import cost_ratio, placed, profiles
+from rubato.sim.rollmux.multiplexed import certain_rates
+from rubato.sim.scenario import load
 
 MICRO = load(Path(__file__).parents[2] / "configs" / "sim" / "rollmux_micro.yaml").scenario
 SCALE = 0.01
@@ -29,9 +29,7 @@ def case(name: str) -> list[JobProfile]:
     resets = 0.3 / 0.7 if name == "environments" else 0.0
     return [
         job._replace(
-            rollout_s=SCALE * job.rollout_s,
-            train_s=SCALE * job.train_s,
-            environment_s=resets * SCALE * (job.rollout_s + job.train_s),
+            rollout_s=SCALE * job.rollout_s, train_s=SCALE * job.train_s, environment_s=resets * SCALE * (job.rollout_s + job.train_s)
         )
         for job in jobs
     ]

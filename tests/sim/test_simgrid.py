@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sim.net.maxmin import Paths
-from sim.net.network import Flows, Network, complete
+from rubato.sim.net.maxmin import Paths
+from rubato.sim.net.network import Flows, Network, complete
 
 ORACLE = Path(__file__).with_name("simgrid_oracle.py")
 PYTHON = "/usr/bin/python3"
@@ -18,9 +18,7 @@ NUM_SETS = 200
 @pytest.fixture(scope="module")
 def simgrid():
     """The system's Python, where SimGrid is installed for it."""
-    found = (
-        Path(PYTHON).exists() and not subprocess.run([PYTHON, "-c", "import simgrid"], capture_output=True).returncode
-    )
+    found = Path(PYTHON).exists() and not subprocess.run([PYTHON, "-c", "import simgrid"], capture_output=True).returncode
     if not found:
         pytest.skip("SimGrid is not installed: apt-get install python3-simgrid")
     return PYTHON

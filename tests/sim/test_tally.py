@@ -5,14 +5,16 @@ from dataclasses import replace
 
 import pytest
 
-import actors.samples.policy
-from actors.engines.worker import EngineWorker
-from actors.samples.buffer import SampleBuffer
-from planning.staleness import hand_over
-from sim.audit import AuditLimits, audit
-from sim.cluster import ClusterJobSpec
-from sim.live.run import run
+import rubato.actors.samples.policy
+from rubato.actors.engines.worker import EngineWorker
+from rubato.actors.samples.buffer import SampleBuffer
+from rubato.planning.staleness import hand_over
+from rubato.sim.audit import AuditLimits, audit
+from rubato.sim.cluster import ClusterJobSpec
+from rubato.sim.live.run import run
 from tests.sim.test_both_modes import job
+
+pytestmark = pytest.mark.slow
 
 STEPS = 12
 
@@ -63,7 +65,7 @@ def test_tokens_balance_and_lengths_are_trained_alike_in_a_heavy_tailed_run(alph
 
 
 def test_a_run_that_takes_whatever_is_ready_first_shows_that_it_trains_less_of_what_is_long(tmp_path, monkeypatch):
-    monkeypatch.setattr(actors.samples.policy, "hand_over", lambda view: hand_over(replace(view, in_flight=())))
+    monkeypatch.setattr(rubato.actors.samples.policy, "hand_over", lambda view: hand_over(replace(view, in_flight=())))
 
     rows = run(heavy_tailed(1), 1, tmp_path).rows
 

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from actors.fabric.section import FabricSection
-from planning.circuits import Cross
-from sim.live.testbed import MODES, PAYLOAD, WAYS, RackLinks, run
-from sim.outcome import silent
-from sim.scenario import load
-from sim.virtual import run_virtual
+from rubato.actors.fabric.section import FabricSection
+from rubato.planning.circuits import Cross
+from rubato.sim.live.testbed import MODES, PAYLOAD, WAYS, RackLinks, run
+from rubato.sim.outcome import silent
+from rubato.sim.scenario import load
+from rubato.sim.virtual import run_virtual
 
 pytestmark = pytest.mark.slow
 
@@ -55,9 +55,7 @@ def test_rings_are_faster_than_the_tree_and_never_faster_than_the_bound(simulate
 
 
 def test_transfers_share_a_link_and_feel_every_change_of_its_circuits():
-    section = FabricSection(
-        racks={"a": ("10.0.0.1",), "b": ("10.0.0.2",)}, ports=8, testbed="simulated", link_gbps=0.08, trickle_mbps=8
-    )
+    section = FabricSection(racks={"a": ("10.0.0.1",), "b": ("10.0.0.2",)}, ports=8, testbed="simulated", link_gbps=0.08, trickle_mbps=8)
 
     async def play():
         import asyncio

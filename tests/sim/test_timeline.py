@@ -1,6 +1,6 @@
 """Virtual time: order, waiting, and what an event is."""
 
-from sim.timeline import Timeline
+from rubato.sim.timeline import Timeline
 
 
 def test_what_is_due_at_one_moment_goes_on_in_the_order_in_which_it_was_set():

@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
-from runtime.observe.figures import Waits
-from sim.virtual import Deadlock, VirtualLoop, run_virtual
+from rubato.runtime.observe.figures import Waits
+from rubato.sim.virtual import Deadlock, VirtualLoop, run_virtual
 
 
 def test_sleeping_costs_virtual_time_only():

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from sim.claims import judge
-from sim.outcome import silent
-from sim.scenario import load
-from sim.weight_sync import GIB, CrossLink, StoreSync
+from rubato.sim.claims import judge
+from rubato.sim.outcome import silent
+from rubato.sim.scenario import load
+from rubato.sim.weight_sync import GIB, CrossLink, StoreSync
 
 SCENARIOS = Path(__file__).parents[2] / "configs" / "sim"
 
@@ -49,7 +49,7 @@ def test_every_claim_comes_out_as_reviewed(name):
 
 
 def test_a_row_to_calibrate_on_must_be_one_of_the_table(tmp_path):
-    from runtime.errors import ConfigError
+    from rubato.runtime.errors import ConfigError
 
     with pytest.raises(ConfigError, match=r"calibrated_on\.row must be one of 8b, 14b, 32b"):
         load(SCENARIOS / "rollart_weight_pull.yaml", ["calibrated_on.row=70b"])

@@ -6,8 +6,8 @@ from statistics import quantiles
 import pytest
 from pydantic import ValidationError
 
-from sim.distribution import Constant, LogNormal, Normal, Quantiles, Uniform
-from sim.workload import ResetFailure, TaskSpec, episode, task_of
+from rubato.sim.distribution import Constant, LogNormal, Normal, Quantiles, Uniform
+from rubato.sim.workload import ResetFailure, TaskSpec, episode, task_of
 
 
 def task(**changes) -> TaskSpec:

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from sim.simtest import faults, setup
-from sim.simtest.faults import DEFAULT
-from sim.simtest.run import Bench, run
+from rubato.sim.simtest import faults, setup
+from rubato.sim.simtest.faults import DEFAULT
+from rubato.sim.simtest.run import Bench, run
 
 pytestmark = pytest.mark.slow
 

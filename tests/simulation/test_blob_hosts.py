@@ -7,21 +7,21 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from actors.messages.engines import GENERATION
-from bus.link import Identity
-from bus.message import Buffer
-from bus.transport import MemoryNetwork, MemoryTransport
-from planning.relay import plan, ring_sources, sources
-from runtime.actor import Actor, RunInfo, handler
-from runtime.blobs.blob import PIECE_BYTES, BlobInfo, MemoryBlobStore, digest_of
-from runtime.blobs.hosts import HostBlobs
-from runtime.blobs.messages import BlobPiece, FindNewest, GetPiece, Newest, NotHere, NotPulled, PullBlob, Pulled
-from runtime.blobs.patches import FULL_EVERY, put_delta
-from runtime.config import ActorConfig
-from runtime.kernel import Kernel
-from runtime.observe.log import logger
-from runtime.store.store import MemoryStore
-from sim.virtual import run_virtual
+from rubato.actors.messages.generation import GENERATION
+from rubato.bus.link import Identity
+from rubato.bus.memory import MemoryNetwork, MemoryTransport
+from rubato.bus.message import Buffer
+from rubato.planning.relay import plan, ring_sources, sources
+from rubato.runtime.actor import Actor, RunInfo, handler
+from rubato.runtime.blobs.blob import PIECE_BYTES, BlobInfo, digest_of
+from rubato.runtime.blobs.hosts import HostBlobs
+from rubato.runtime.blobs.patches import FULL_EVERY, put_delta
+from rubato.runtime.config import ActorConfig
+from rubato.runtime.kernel import Kernel
+from rubato.runtime.memory import MemoryBlobStore, MemoryStore
+from rubato.runtime.messages import BlobPiece, FindNewest, GetPiece, Newest, NotHere, NotPulled, PullBlob, Pulled
+from rubato.runtime.observe.log import logger
+from rubato.sim.virtual import run_virtual
 
 CONTENT = b"".join(bytes([n]) * PIECE_BYTES for n in range(1, 6)) + b"the end"
 PIECES = 6
@@ -299,9 +299,7 @@ async def test_a_host_that_has_the_version_before_gets_what_changed_and_relays_i
             await asyncio.gather(first, second)
 
             wanted = await made.blobs["node-1"].get("w", version)
-            assert (
-                await made.blobs["node-2"].get("w", version) == await made.blobs["node-3"].get("w", version) == wanted
-            )
+            assert await made.blobs["node-2"].get("w", version) == await made.blobs["node-3"].get("w", version) == wanted
 
         assert delta.size_bytes < 1000
         assert made.hosts["node-1"].given == [*range(PIECES), 0, 0]  # all of version 1, then one piece of each delta

@@ -6,14 +6,14 @@ from collections import Counter
 
 import pytest
 
-from actors.envs.hosting import EnvFailure
-from planning.failures import STREAK
-from sim.simtest import setup as setups
-from sim.simtest.checks import InvariantChecks
-from sim.simtest.journal import Record
-from sim.simtest.loop import SimLoop
-from sim.simtest.run import Bench, SeedJob, settings
-from sim.virtual import run_virtual
+from rubato.actors.envs.hosting import EnvFailure
+from rubato.planning.failures import STREAK
+from rubato.sim.simtest import setup as setups
+from rubato.sim.simtest.checks import InvariantChecks
+from rubato.sim.simtest.journal import Record
+from rubato.sim.simtest.loop import SimLoop
+from rubato.sim.simtest.run import Bench, SeedJob, settings
+from rubato.sim.virtual import run_virtual
 
 BROKEN = "env_manager-2"
 

@@ -5,23 +5,23 @@ import json
 
 import pytest
 
-from actors.cluster.permits import TTL_S, Permits
-from actors.config import ClusterSection
-from actors.engines.section import EngineSection, ScriptedSection
-from actors.engines.worker import EngineWorker
-from actors.messages.engines import WakeEngine
-from actors.scripted.train_engine import ScriptedTrainEngine
-from actors.training.engine import StepResult
-from actors.training.trainer import Trainer
-from bus.errors import Failed
-from bus.message import unpack_i32
-from runtime.blobs.blob import MemoryBlobStore
-from runtime.config import ActorConfig, from_mapping
-from runtime.embed import embed
-from runtime.errors import ConfigError
-from runtime.store.errors import StoreUnavailable
-from runtime.store.store import MemoryStore
-from sim.simtest.toys import write_tokenizer
+from rubato.actors.cluster.permits import TTL_S, Permits
+from rubato.actors.config import ClusterSection
+from rubato.actors.engines.section import EngineSection, ScriptedSection
+from rubato.actors.engines.worker import EngineWorker
+from rubato.actors.messages.engines import WakeEngine
+from rubato.actors.scripted.train_engine import ScriptedTrainEngine
+from rubato.actors.training.engine import StepResult
+from rubato.actors.training.trainer import Trainer
+from rubato.bus.errors import Failed
+from rubato.bus.message import unpack_i32
+from rubato.runtime.config import ActorConfig
+from rubato.runtime.config.compose import from_mapping
+from rubato.runtime.embed import embed
+from rubato.runtime.errors import ConfigError
+from rubato.runtime.memory import MemoryBlobStore, MemoryStore
+from rubato.runtime.store.store import StoreUnavailable
+from rubato.sim.simtest.toys import write_tokenizer
 from tests.simulation.test_engine_worker import Bench, Proxy, request
 from tests.virtual import virtual
 
@@ -100,11 +100,11 @@ def config(model, name, *overrides):
         {
             "run": {"name": name, "steps": STEPS, "seed": 3},
             "actors": {
-                "sample_buffer": {"class": "actors.samples.buffer:SampleBuffer"},
-                "llm_proxy": {"class": "actors.proxy.proxy:LLMProxy"},
-                "engine": {"class": "actors.engines.worker:EngineWorker", "count": 2},
-                "env_manager": {"class": "actors.envs.manager:EnvManager", "count": 2},
-                "trainer": {"class": "actors.training.trainer:Trainer"},
+                "sample_buffer": {"class": "rubato.actors.samples.buffer:SampleBuffer"},
+                "llm_proxy": {"class": "rubato.actors.proxy.proxy:LLMProxy"},
+                "engine": {"class": "rubato.actors.engines.worker:EngineWorker", "count": 2},
+                "env_manager": {"class": "rubato.actors.envs.manager:EnvManager", "count": 2},
+                "trainer": {"class": "rubato.actors.training.trainer:Trainer"},
             },
             "model": {"path": str(model)},
             "env": {"class": f"{__file__}:Talk", "concurrency": 16, "isolation": "inline"},
@@ -175,7 +175,7 @@ class SharedCluster:
 @pytest.fixture
 def cluster(monkeypatch) -> SharedCluster:
     made = SharedCluster()
-    monkeypatch.setattr("actors.cluster.permits.open_shared", lambda folder: made.open(str(folder)))
+    monkeypatch.setattr("rubato.actors.cluster.permits.open_shared", lambda folder: made.open(str(folder)))
     return made
 
 
@@ -203,10 +203,7 @@ async def test_each_of_two_jobs_trains_the_samples_that_it_trains_alone(tmp_path
     alone = {name: await run(tmp_path / f"solo_{name}", config(model, name, *own)) for name, own in JOBS.items()}
 
     async with asyncio.TaskGroup() as tasks:
-        together = {
-            name: tasks.create_task(run(tmp_path / name, config(model, name, *own, *share(name))))
-            for name, own in JOBS.items()
-        }
+        together = {name: tasks.create_task(run(tmp_path / name, config(model, name, *own, *share(name)))) for name, own in JOBS.items()}
 
     for name, ledger in together.items():
         assert len(ledger.result()) == STEPS * 8
@@ -217,9 +214,7 @@ async def test_each_of_two_jobs_trains_the_samples_that_it_trains_alone(tmp_path
 
 
 @virtual
-async def test_a_job_that_stands_still_in_its_rollout_loses_the_pool_and_still_trains_what_it_trains_alone(
-    tmp_path, cluster
-):
+async def test_a_job_that_stands_still_in_its_rollout_loses_the_pool_and_still_trains_what_it_trains_alone(tmp_path, cluster):
     model = write_tokenizer(tmp_path / "model")
     own = ("run.seed=3", "rollout.max_new_tokens=200")
     alone = await run(tmp_path / "solo", config(model, "a", *own))
@@ -250,19 +245,11 @@ async def test_a_job_that_waits_for_its_turn_longer_than_for_a_completion_loses_
 @virtual
 async def test_the_tail_of_a_rollout_moves_together_and_the_next_job_begins_on_the_other_engines(tmp_path, cluster):
     model = write_tokenizer(tmp_path / "model")
-    long = (
-        "rollout.max_new_tokens=400",
-        "engine.scripted.stop_share=0.01",
-        "engine.num_slots=8",
-        "rollout.max_len=1024",
-    )
+    long = ("rollout.max_new_tokens=400", "engine.scripted.stop_share=0.01", "engine.num_slots=8", "rollout.max_len=1024")
     alone = {n: await run(tmp_path / f"solo_{n}", config(model, n, *own, *long)) for n, own in JOBS.items()}
 
     async with asyncio.TaskGroup() as tasks:
-        together = {
-            name: tasks.create_task(run(tmp_path / name, config(model, name, *JOBS[name], *long, *share(name))))
-            for name in JOBS
-        }
+        together = {name: tasks.create_task(run(tmp_path / name, config(model, name, *JOBS[name], *long, *share(name)))) for name in JOBS}
 
     events = [event for _, event in await cluster.permits.events("rollout")]
     narrowed = [at for at, event in enumerate(events) if event.kind == "narrows"]
@@ -343,9 +330,7 @@ async def test_a_job_that_is_drained_does_not_wait_for_its_turn_to_train(tmp_pat
 
 @pytest.mark.parametrize("within", LASTS_S)
 @virtual
-async def test_a_trainer_that_loses_its_permit_computes_nothing_until_the_pool_is_its_own_again(
-    tmp_path, cluster, within
-):
+async def test_a_trainer_that_loses_its_permit_computes_nothing_until_the_pool_is_its_own_again(tmp_path, cluster, within):
     model, loop = write_tokenizer(tmp_path / "model"), asyncio.get_running_loop()
     alone = await run(tmp_path / "solo", config(model, "a", IN_PARTS))
 
@@ -371,9 +356,7 @@ async def test_a_trainer_that_loses_its_permit_computes_nothing_until_the_pool_i
 
 
 @virtual
-async def test_a_job_that_is_drained_within_a_step_whose_permit_was_lost_trains_that_step_when_it_goes_on(
-    tmp_path, cluster
-):
+async def test_a_job_that_is_drained_within_a_step_whose_permit_was_lost_trains_that_step_when_it_goes_on(tmp_path, cluster):
     model, every = write_tokenizer(tmp_path / "model"), "checkpoint.every=100"
     alone = await run(tmp_path / "solo", config(model, "a", IN_PARTS, every))
     given, store = config(model, "a", IN_PARTS, every, *share("a")), MemoryStore()
@@ -396,14 +379,7 @@ async def test_a_job_that_is_drained_within_a_step_whose_permit_was_lost_trains_
 
 @virtual
 async def test_held_out_tasks_are_rolled_out_under_the_permit_too(tmp_path, cluster):
-    given = config(
-        write_tokenizer(tmp_path / "model"),
-        "a",
-        "eval.every=2",
-        "eval.final_num_tasks=4",
-        "eval.num_tasks=4",
-        *share("a"),
-    )
+    given = config(write_tokenizer(tmp_path / "model"), "a", "eval.every=2", "eval.final_num_tasks=4", "eval.num_tasks=4", *share("a"))
 
     assert len(await run(tmp_path / "a", given)) >= STEPS * 8
 
@@ -453,9 +429,7 @@ class SlowBlobs(MemoryBlobStore):
 
 
 @virtual
-async def test_an_engine_that_loses_the_permit_of_the_link_swaps_no_weights_in_until_the_link_is_its_own_again(
-    tmp_path, cluster
-):
+async def test_an_engine_that_loses_the_permit_of_the_link_swaps_no_weights_in_until_the_link_is_its_own_again(tmp_path, cluster):
     async with asyncio.TaskGroup() as tasks:
         bench = Bench(tasks, tmp_path)
         bench.blobs = SlowBlobs()
@@ -489,6 +463,6 @@ async def test_an_engine_that_loses_the_permit_of_the_link_swaps_no_weights_in_u
     ],
 )
 def test_a_job_that_can_not_take_turns_is_refused(tmp_path, override, said):
-    orchestrator = "actors.orchestrator={class: 'actors.orchestrator.orchestrator:Orchestrator'}"
+    orchestrator = "actors.orchestrator={class: 'rubato.actors.orchestrator.orchestrator:Orchestrator'}"
     with pytest.raises(ConfigError, match=said):
         config(tmp_path, "a", "cluster.dir=c", orchestrator, override)

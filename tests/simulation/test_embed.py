@@ -4,12 +4,13 @@ import asyncio
 
 import pytest
 
-from bus.message import Message, Request
-from runtime.actor import Actor, handler
-from runtime.config import ActorConfig, Section, from_mapping
-from runtime.embed import embed
-from runtime.errors import ActorFailed, ConfigError, LaunchError
-from runtime.store.store import MemoryStore
+from rubato.bus.message import Message, Request
+from rubato.runtime.actor import Actor, handler
+from rubato.runtime.config import ActorConfig, Section
+from rubato.runtime.config.compose import from_mapping
+from rubato.runtime.embed import embed
+from rubato.runtime.errors import ActorFailed, ConfigError, LaunchError
+from rubato.runtime.memory import MemoryStore
 from tests.virtual import virtual
 
 
@@ -41,9 +42,7 @@ class Worker(Actor):
     async def work(self):
         for step in (1, 2):
             self.progress(step, {"step": float(step)})
-        if self.config.pace.ends == "by a crash" or (
-            self.config.pace.ends == "by a crash once" and self.incarnation == 2
-        ):
+        if self.config.pace.ends == "by a crash" or (self.config.pace.ends == "by a crash once" and self.incarnation == 2):
             raise OSError("no disk")
         self.finish("worked", failed=self.config.pace.ends == "badly")
 
@@ -98,9 +97,7 @@ async def test_an_actor_that_raises_is_started_again_within_its_budget(tmp_path)
     async with embed(job("pace.ends=by a crash once"), tmp_path / "run") as running:
         assert await running.done() == "worked"
 
-    assert running.notices[0].startswith(
-        "worker-1 died (raised) after 0.0 s: worker-1: OSError: no disk; restarting in 0.5 s (1 of 5)"
-    )
+    assert running.notices[0].startswith("worker-1 died (raised) after 0.0 s: worker-1: OSError: no disk; restarting in 0.5 s (1 of 5)")
     assert running.notices[1].startswith("worker-1 is back (incarnation 3) after 0.5 s")
 
 
@@ -143,9 +140,7 @@ async def test_a_run_is_resumed_with_the_store_that_it_had_and_with_no_other(fol
         with pytest.raises(LaunchError, match=f"can't be resumed: .* {why}"):
             async with embed(job(), folder, resume=True, store=other):
                 pass
-    with pytest.raises(
-        LaunchError, match=r"\(step 1\). Add resume=True and its store= to go on, force=True to overwrite"
-    ):
+    with pytest.raises(LaunchError, match=r"\(step 1\). Add resume=True and its store= to go on, force=True to overwrite"):
         async with embed(job(), folder):
             pass
     async with embed(job(), folder, resume=True, store=store) as running:
@@ -167,7 +162,5 @@ def test_a_mapping_is_checked_like_a_file():
 
 
 def test_a_role_has_as_many_actors_as_its_class_asks_for():
-    with pytest.raises(
-        ConfigError, match=r"actors.worker.count is 0; a job needs at least 1 worker. Set actors.worker.count=1."
-    ):
+    with pytest.raises(ConfigError, match=r"actors.worker.count is 0; a job needs at least 1 worker. Set actors.worker.count=1."):
         job("actors.worker.count=0")

@@ -4,12 +4,12 @@ import asyncio
 
 import pytest
 
-from actors.engines.engine import ENGINES, EngineDead
-from actors.messages.engines import Reconfigure, SleepEngine, WakeEngine
-from actors.messages.generation import Generate
-from actors.messages.moves import NotMoved
-from actors.scripted.engine import ScriptedEngine
-from bus.errors import AskFailed
+from rubato.actors.engines.engine import ENGINES, EngineDead
+from rubato.actors.messages.engines import Reconfigure, SleepEngine, WakeEngine
+from rubato.actors.messages.generation import Generate
+from rubato.actors.messages.moves import NotMoved
+from rubato.actors.scripted.engine import ScriptedEngine
+from rubato.bus.errors import AskFailed
 from tests.simulation.test_moves import NUM, REQUEST, bench, unmoved
 from tests.virtual import virtual
 

@@ -1,8 +1,8 @@
 """Engines under several roles, in virtual time: they are found by what they provide."""
 
-from actors.engines.worker import EngineWorker
-from actors.messages.generation import VersionSpan
-from actors.proxy.proxy import LLMProxy
+from rubato.actors.engines.worker import EngineWorker
+from rubato.actors.messages.generation import VersionSpan
+from rubato.actors.proxy.proxy import LLMProxy
 from tests.simulation.test_prefill_apart import NUM, TOKENS, requests, sampled, section
 from tests.simulation.test_proxy_on_the_bus import Asker, _ids, cluster
 from tests.virtual import virtual

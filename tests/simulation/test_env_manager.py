@@ -11,13 +11,13 @@ import msgspec
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from actors.engines.section import EngineSection
-from actors.engines.worker import EngineWorker
-from actors.envs import manager as manager_module
-from actors.envs.manager import EnvManager
-from actors.messages.generation import Completion, Generate, GenerateReply, Tokens, VersionSpan
-from actors.messages.orchestration import Survey
-from actors.messages.samples import (
+from rubato.actors.engines.section import EngineSection
+from rubato.actors.engines.worker import EngineWorker
+from rubato.actors.envs import manager as manager_module
+from rubato.actors.envs.manager import EnvManager
+from rubato.actors.messages.generation import Completion, Generate, GenerateReply, Tokens, VersionSpan
+from rubato.actors.messages.orchestration import Survey
+from rubato.actors.messages.samples import (
     Admit,
     Cancel,
     GiveUp,
@@ -31,19 +31,18 @@ from actors.messages.samples import (
     Ticket,
     Tickets,
 )
-from actors.proxy.proxy import LLMProxy
-from actors.scripted.engine import ScriptedEngine
-from bus.link import Identity
-from bus.message import Ack
-from bus.transport import MemoryNetwork, MemoryTransport
-from runtime.actor import Actor, RunInfo, handler
-from runtime.blobs.blob import MemoryBlobStore
-from runtime.config import ActorConfig
-from runtime.kernel import NODE, Kernel
-from runtime.messages import Drain, Finish, Notice
-from runtime.observe.log import logger
-from runtime.store.store import MemoryStore
-from sim.virtual import run_virtual
+from rubato.actors.proxy.proxy import LLMProxy
+from rubato.actors.scripted.engine import ScriptedEngine
+from rubato.bus.link import Identity
+from rubato.bus.memory import MemoryNetwork, MemoryTransport
+from rubato.bus.message import Ack
+from rubato.runtime.actor import Actor, RunInfo, handler
+from rubato.runtime.config import ActorConfig
+from rubato.runtime.kernel import NODE, Kernel
+from rubato.runtime.memory import MemoryBlobStore, MemoryStore
+from rubato.runtime.messages import Drain, Finish, Notice
+from rubato.runtime.observe.log import logger
+from rubato.sim.virtual import run_virtual
 
 TEMPLATE = "{% for m in messages %}<s>{{ m.content }}<e>{% endfor %}{% if add_generation_prompt %}<s>{% endif %}"
 POLICY = PolicyState(0, 1)
@@ -123,10 +122,7 @@ class Proxy(Actor):
         text = b"right" if int(request.request_id.rpartition(".")[2]) % 2 else b"down"
         ids = array("i", [*text, 256])
         return Completion(
-            request.request_id,
-            Tokens(ids.tobytes(), bytes(4 * len(ids)), (VersionSpan(0, 0, len(ids)),)),
-            "stop",
-            "engine-1",
+            request.request_id, Tokens(ids.tobytes(), bytes(4 * len(ids)), (VersionSpan(0, 0, len(ids)),)), "stop", "engine-1"
         )
 
 
@@ -362,9 +358,7 @@ async def cluster(tmp_path, *, tickets, mute=False, engine=False, **sections):
             made.engine = worker._engine
         await made.start(LLMProxy if engine else Proxy, "llm_proxy-1", LLMProxy.Config() if engine else None)
         await made.start(Reward, "reward_service-1")
-        made.kernel, made.manager = await made.start(
-            EnvManager, "env_manager-1", EnvManager.Config.model_validate(settings)
-        )
+        made.kernel, made.manager = await made.start(EnvManager, "env_manager-1", EnvManager.Config.model_validate(settings))
         yield made
         for task in made.serving.values():
             task.cancel()
@@ -380,9 +374,7 @@ async def test_every_ticket_ends_in_a_scored_put_and_never_more_run_than_allowed
         assert not Buffer.given_up
 
 
-async def test_a_trajectory_that_the_buffer_fails_on_becomes_a_dead_letter_and_its_attempt_is_given_up(
-    tmp_path, monkeypatch
-):
+async def test_a_trajectory_that_the_buffer_fails_on_becomes_a_dead_letter_and_its_attempt_is_given_up(tmp_path, monkeypatch):
     monkeypatch.setattr(Buffer, "poison", "t3")
     monkeypatch.setattr(manager_module, "PAUSE_S", 0.001)
     async with cluster(tmp_path, tickets=8) as made:
@@ -429,8 +421,7 @@ async def test_a_manager_tells_how_far_its_rollouts_are_and_what_those_that_ende
         again = await manager.ask(Survey(1, after=8), timeout=5)
         assert again.ended == ()
         ((session, row, sampled, most, version, away),) = [
-            (each.session, each.prompt, each.sampled, each.limit, each.version, each.away)
-            for each in again.trajectories
+            (each.session, each.prompt, each.sampled, each.limit, each.version, each.away) for each in again.trajectories
         ]
         assert (session, row, sampled, most, version, away) == ("late", 10, 0, 6 * 8, 3, False)
         assert Proxy.asked[-1].route.rollout
@@ -522,10 +513,7 @@ async def test_what_is_not_finished_when_a_drain_begins_is_given_back_for_anothe
     ("env", "words"),
     [
         ({"class": "no_such_package:Env"}, "env no_such_package:Env can't be loaded"),
-        (
-            {"class": f"{__file__}:Raising", "isolation": "inline"},
-            "raised in reset (seed 7): KeyError('goal'). 8 of 8 seeds",
-        ),
+        ({"class": f"{__file__}:Raising", "isolation": "inline"}, "raised in reset (seed 7): KeyError('goal'). 8 of 8 seeds"),
     ],
     ids=["missing", "raising"],
 )

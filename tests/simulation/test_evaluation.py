@@ -5,9 +5,9 @@ import json
 
 import pytest
 
-from runtime.config import from_mapping
-from runtime.embed import embed
-from sim.simtest.toys import write_tokenizer
+from rubato.runtime.config.compose import from_mapping
+from rubato.runtime.embed import embed
+from rubato.sim.simtest.toys import write_tokenizer
 from tests.virtual import virtual
 
 
@@ -39,11 +39,11 @@ def model_folder(tmp_path):
 
 def job(folder, engines, **changes):
     roles = {
-        "sample_buffer": "actors.samples.buffer:SampleBuffer",
-        "llm_proxy": "actors.proxy.proxy:LLMProxy",
-        "engine": "actors.engines.worker:EngineWorker",
-        "env_manager": "actors.envs.manager:EnvManager",
-        "trainer": "actors.training.trainer:Trainer",
+        "sample_buffer": "rubato.actors.samples.buffer:SampleBuffer",
+        "llm_proxy": "rubato.actors.proxy.proxy:LLMProxy",
+        "engine": "rubato.actors.engines.worker:EngineWorker",
+        "env_manager": "rubato.actors.envs.manager:EnvManager",
+        "trainer": "rubato.actors.training.trainer:Trainer",
     }
     tree = {
         "run": {"steps": 40},
@@ -52,12 +52,7 @@ def job(folder, engines, **changes):
         "env": {"class": f"{__file__}:Slow", "concurrency": 16, "isolation": "inline"},
         "engine": {"kind": "scripted", "num_slots": 4, "max_len": 512, "scripted": {"vocab_size": 8}},
         "rollout": {"max_new_tokens": 4, "max_len": 256},
-        "train": {
-            "kind": "scripted",
-            "batch_groups": 2,
-            "group_size": 2,
-            "scripted": {"step_s": 0.0, "weights_mib": 0.01},
-        },
+        "train": {"kind": "scripted", "batch_groups": 2, "group_size": 2, "scripted": {"step_s": 0.0, "weights_mib": 0.01}},
         "check": {"enabled": False},
         "eval": {"every": 10, "num_tasks": 6, "final_num_tasks": 12},
         "report": {"finish": ""},

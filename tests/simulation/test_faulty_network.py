@@ -4,11 +4,11 @@ import math
 import msgspec
 import pytest
 
-from bus.codec import Envelope, EnvelopeKind
-from bus.link import Identity
-from bus.transport import MemoryNetwork, MemoryTransport
-from sim.simtest.network import HEARTBEAT_S, FaultPlan, FaultyNetwork, Partition
-from sim.virtual import run_virtual
+from rubato.bus.codec import Envelope, EnvelopeKind
+from rubato.bus.link import Identity
+from rubato.bus.memory import MemoryNetwork, MemoryTransport
+from rubato.sim.simtest.network import HEARTBEAT_S, FaultPlan, FaultyNetwork, Partition
+from rubato.sim.virtual import run_virtual
 
 
 def run(work):

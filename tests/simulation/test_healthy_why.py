@@ -2,9 +2,9 @@
 
 import asyncio
 
-from runtime.monitor.snapshot import snapshot
-from runtime.monitor.text import explain
-from runtime.registry import list_seen
+from rubato.runtime.monitor.snapshot import snapshot
+from rubato.runtime.monitor.text import explain
+from rubato.runtime.registry import list_seen
 from tests.faulty_job import FreezingLoop, starting
 
 LOOK_S = 0.23

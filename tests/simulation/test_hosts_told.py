@@ -3,19 +3,18 @@
 import asyncio
 from contextlib import asynccontextmanager
 
-from bus.link import Identity
-from bus.transport import MemoryNetwork, MemoryTransport
-from runtime.actor import Actor, RunInfo
-from runtime.blobs.blob import MemoryBlobStore
-from runtime.config import from_mapping
-from runtime.kernel import Kernel
-from runtime.launch.agent import Hosting, JobOutcome, NodeAgent
-from runtime.messages import AddActors
-from runtime.observe.log import logger
-from runtime.places import HostPlaces
-from runtime.registry import LEASE_TTL_S
-from runtime.store.errors import StoreUnavailable
-from runtime.store.store import MemoryStore
+from rubato.bus.link import Identity
+from rubato.bus.memory import MemoryNetwork, MemoryTransport
+from rubato.runtime.actor import Actor, RunInfo
+from rubato.runtime.config.compose import from_mapping
+from rubato.runtime.kernel import Kernel
+from rubato.runtime.launch.agent import Hosting, JobOutcome, NodeAgent
+from rubato.runtime.memory import MemoryBlobStore, MemoryStore
+from rubato.runtime.messages import AddActors
+from rubato.runtime.observe.log import logger
+from rubato.runtime.places import HostPlaces
+from rubato.runtime.registry import LEASE_TTL_S
+from rubato.runtime.store.store import StoreUnavailable
 from tests.virtual import virtual
 
 WITH = "and with it worker-1"

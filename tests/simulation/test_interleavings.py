@@ -2,15 +2,15 @@
 
 import asyncio
 
-from actors.messages.samples import Score, Scores
-from actors.rewards.service import BATCH, RewardService
-from bus.link import Identity
-from bus.message import Ack, Request
-from bus.transport import MemoryTransport
-from runtime.actor import Actor, handler
-from runtime.blobs.blob import MemoryBlobStore
-from runtime.kernel import Kernel
-from runtime.observe.log import logger
+from rubato.actors.messages.samples import Score, Scores
+from rubato.actors.rewards.service import BATCH, RewardService
+from rubato.bus.link import Identity
+from rubato.bus.memory import MemoryTransport
+from rubato.bus.message import Ack, Request
+from rubato.runtime.actor import Actor, handler
+from rubato.runtime.kernel import Kernel
+from rubato.runtime.memory import MemoryBlobStore
+from rubato.runtime.observe.log import logger
 from tests.simulation.test_kernel import Client, cluster
 from tests.virtual import virtual
 

@@ -2,19 +2,19 @@
 
 import asyncio
 
-from bus.link import Identity
-from bus.transport import MemoryNetwork, MemoryTransport
-from planning.devices import HostResources
-from runtime.actor import Actor, RunInfo, handler
-from runtime.blobs.blob import MemoryBlobStore
-from runtime.config import ActorConfig, from_mapping
-from runtime.host import Ending
-from runtime.kernel import Kernel
-from runtime.launch.agent import Hosting, NodeAgent
-from runtime.messages import AddActors, Added, NotAdded
-from runtime.observe.log import logger
-from runtime.places import HostPlaces
-from runtime.store.store import MemoryStore
+from rubato.bus.link import Identity
+from rubato.bus.memory import MemoryNetwork, MemoryTransport
+from rubato.planning.devices import HostResources
+from rubato.runtime.actor import Actor, RunInfo, handler
+from rubato.runtime.config import ActorConfig
+from rubato.runtime.config.compose import from_mapping
+from rubato.runtime.host import Ending
+from rubato.runtime.kernel import Kernel
+from rubato.runtime.launch.agent import Hosting, NodeAgent
+from rubato.runtime.memory import MemoryBlobStore, MemoryStore
+from rubato.runtime.messages import AddActors, Added, NotAdded
+from rubato.runtime.observe.log import logger
+from rubato.runtime.places import HostPlaces
 from tests.virtual import virtual
 
 
@@ -81,10 +81,7 @@ async def test_two_that_ask_for_the_last_place_at_once(tmp_path):
             log=logger("test"), node=name,
         )  # fmt: skip
 
-    kernels = [
-        kernel(FirstHost, ActorConfig(), "node-1"),
-        kernel(NodeAgent, Hosting(job, Screen(), Running(), places=places), "node-2"),
-    ]
+    kernels = [kernel(FirstHost, ActorConfig(), "node-1"), kernel(NodeAgent, Hosting(job, Screen(), Running(), places=places), "node-2")]
     first, second = (each.build() for each in kernels)
     async with asyncio.TaskGroup() as tasks:
         for each in kernels:

@@ -8,21 +8,20 @@ from typing import ClassVar
 
 import pytest
 
-from bus.errors import Failed, NotSent, Unknown
-from bus.link import Identity
-from bus.message import Ack, Message, Request
-from bus.transport import MemoryNetwork, MemoryTransport
-from runtime.actor import Actor, Handles, RunInfo, handler
-from runtime.blobs.blob import MemoryBlobStore
-from runtime.config import ActorConfig
-from runtime.kernel import Kernel
-from runtime.messages import Drain, RoomWanted
-from runtime.monitor.snapshot import snapshot
-from runtime.monitor.text import blocked_line
-from runtime.observe.log import logger
-from runtime.registry import list_seen
-from runtime.store.errors import StoreUnavailable
-from runtime.store.store import MemoryStore
+from rubato.bus.errors import Failed, NotSent, Unknown
+from rubato.bus.link import Identity
+from rubato.bus.memory import MemoryNetwork, MemoryTransport
+from rubato.bus.message import Ack, Message, Request
+from rubato.runtime.actor import Actor, Handles, RunInfo, handler
+from rubato.runtime.config import ActorConfig
+from rubato.runtime.kernel import Kernel
+from rubato.runtime.memory import MemoryBlobStore, MemoryStore
+from rubato.runtime.messages import Drain, RoomWanted
+from rubato.runtime.monitor.snapshot import snapshot
+from rubato.runtime.monitor.text import blocked_line
+from rubato.runtime.observe.log import logger
+from rubato.runtime.registry import list_seen
+from rubato.runtime.store.store import StoreUnavailable
 from tests.virtual import virtual
 
 
@@ -304,9 +303,7 @@ async def test_who_was_refused_for_other_message_types_and_by_whom_is_named(tmp_
         for _ in range(4):
             await asyncio.sleep(7.0)
             records = [one.record for one in await list_seen(made.store)]
-            seen.append(
-                [(row["holder"], row["kind"], blocked_line(row)) for row in snapshot("", records, [], {})["blocked"]]
-            )
+            seen.append([(row["holder"], row["kind"], blocked_line(row)) for row in snapshot("", records, [], {})["blocked"]])
         asking.cancel()
 
     assert {(holder, kind) for look in seen for holder, kind, _ in look} == {("server-1", "refused")}

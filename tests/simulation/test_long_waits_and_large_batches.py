@@ -2,9 +2,9 @@
 
 import asyncio
 
-from actors.envs.manager import EnvManager
-from actors.proxy.proxy import LLMProxy
-from runtime.kernel import NODE
+from rubato.actors.envs.manager import EnvManager
+from rubato.actors.proxy.proxy import LLMProxy
+from rubato.runtime.kernel import NODE
 from tests.simulation.test_env_manager import Buffer, Cluster, Node, write_model
 from tests.virtual import virtual
 
@@ -14,11 +14,7 @@ async def test_engines_that_take_longer_than_a_turn_may_take_do_not_end_the_job(
     """The proxy has no engine yet: it loads a large model, or was started anew. That says nothing about the rollouts."""
     Buffer.left = 64
     write_model(tmp_path / "model")
-    settings = {
-        "model": {"path": "model"},
-        "env": {"concurrency": 64},
-        "rollout": {"max_new_tokens": 8, "max_turns": 6},
-    }
+    settings = {"model": {"path": "model"}, "env": {"concurrency": 64}, "rollout": {"max_new_tokens": 8, "max_turns": 6}}
     async with asyncio.TaskGroup() as tasks:
         made = Cluster(tasks, tmp_path)
         await made.start(Node, NODE)
@@ -36,8 +32,8 @@ async def test_engines_that_take_longer_than_a_turn_may_take_do_not_end_the_job(
 @virtual
 async def test_a_batch_of_a_few_million_tokens_reaches_the_trainer(tmp_path):
     """No interleaving: 512 trajectories of 8,192 tokens, at 9 bytes each, are more than a body may have."""
-    from actors.messages.samples import Batch, Claim, NotReady
-    from runtime.actor import Actor, handler
+    from rubato.actors.messages.samples import Batch, Claim, NotReady
+    from rubato.runtime.actor import Actor, handler
     from tests.simulation.test_kernel import Client, cluster
 
     class Hands(Actor):

@@ -4,19 +4,18 @@ import asyncio
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from bus.link import Identity
-from bus.message import Ack
-from bus.transport import MemoryNetwork, MemoryTransport
-from runtime.actor import Actor, RunInfo, handler
-from runtime.blobs.blob import MemoryBlobStore
-from runtime.config import ActorConfig
-from runtime.kernel import Kernel
-from runtime.messages import Finish
-from runtime.observe.log import logger
-from runtime.registry import LEASE_TTL_S, RELIST_S
-from runtime.store.errors import StoreUnavailable
-from runtime.store.store import MemoryStore
-from sim.virtual import run_virtual
+from rubato.bus.link import Identity
+from rubato.bus.memory import MemoryNetwork, MemoryTransport
+from rubato.bus.message import Ack
+from rubato.runtime.actor import Actor, RunInfo, handler
+from rubato.runtime.config import ActorConfig
+from rubato.runtime.kernel import Kernel
+from rubato.runtime.memory import MemoryBlobStore, MemoryStore
+from rubato.runtime.messages import Finish
+from rubato.runtime.observe.log import logger
+from rubato.runtime.registry import LEASE_TTL_S, RELIST_S
+from rubato.runtime.store.store import StoreUnavailable
+from rubato.sim.virtual import run_virtual
 
 
 class Server(Actor):

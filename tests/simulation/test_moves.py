@@ -7,24 +7,24 @@ from typing import ClassVar
 import msgspec
 import pytest
 
-from actors import plugins
-from actors.config import ModelSection
-from actors.engines.engine import ENGINES, Cache
-from actors.engines.section import EngineSection, ScriptedSection
-from actors.engines.worker import EngineWorker
-from actors.messages.generation import Abort, Aborted, Completion, Generate, Sampling
-from actors.messages.moves import Move, Moved, MovePrepared, NotMoved, PrepareMove, TakeMove
-from actors.moves.engine import EngineMoves
-from actors.proxy.proxy import LLMProxy
-from actors.scripted.engine import ScriptedEngine
-from bus.codec import MAX_BODY_BYTES
-from bus.errors import AskFailed
-from bus.message import Ack, pack_i32
-from bus.zmq import ZmqTransport
-from planning.engine_info import WeightsNeed
-from planning.moves import FEW, Rate
-from runtime.actor import handler
-from sim.simtest.network import FaultPlan, FaultyNetwork
+from rubato.actors import plugins
+from rubato.actors.config import ModelSection
+from rubato.actors.engines.engine import ENGINES, Cache
+from rubato.actors.engines.section import EngineSection, ScriptedSection
+from rubato.actors.engines.worker import EngineWorker
+from rubato.actors.messages.generation import Abort, Aborted, Completion, Generate, Sampling
+from rubato.actors.messages.moves import Move, Moved, MovePrepared, NotMoved, PrepareMove, TakeMove
+from rubato.actors.moves.engine import EngineMoves
+from rubato.actors.proxy.proxy import LLMProxy
+from rubato.actors.scripted.engine import ScriptedEngine
+from rubato.bus.codec import MAX_BODY_BYTES
+from rubato.bus.errors import AskFailed
+from rubato.bus.message import Ack, pack_i32
+from rubato.bus.zmq import ZmqTransport
+from rubato.planning.engine_info import WeightsNeed
+from rubato.planning.moves import FEW, Rate
+from rubato.runtime.actor import handler
+from rubato.sim.simtest.network import FaultPlan, FaultyNetwork
 from tests.models import write_model
 from tests.simulation.test_proxy_on_the_bus import Asker, Cluster
 from tests.virtual import virtual
@@ -33,13 +33,7 @@ NUM = 60
 REQUEST = Generate("r", "s", pack_i32(range(3, 12)), Sampling(NUM, seed=5))
 LATER = msgspec.structs.replace(REQUEST, weights=WeightsNeed(1))
 WORKER = EngineWorker.Config(
-    engine=EngineSection(
-        kind="scripted",
-        num_slots=4,
-        max_len=256,
-        stream_every=1,
-        scripted=ScriptedSection(token_s=0.01, stop_share=0.0),
-    )
+    engine=EngineSection(kind="scripted", num_slots=4, max_len=256, stream_every=1, scripted=ScriptedSection(token_s=0.01, stop_share=0.0))
 )
 
 
@@ -160,14 +154,12 @@ async def test_a_request_that_moves_is_answered_as_if_it_had_not_and_no_token_is
 
 @virtual
 async def test_its_cache_comes_with_it_in_parts(tmp_path, monkeypatch):
-    monkeypatch.setattr("actors.moves.caches.PART_BYTES", 16)
+    monkeypatch.setattr("rubato.actors.moves.caches.PART_BYTES", 16)
     caches = []
     async with bench(tmp_path, delay_s=0.001) as cluster:
         for engine in cluster.engines:
             inner = engine._engine.generate
-            monkeypatch.setattr(
-                engine._engine, "generate", lambda work, inner=inner: (caches.append(work.cache), inner(work))[1]
-            )
+            monkeypatch.setattr(engine._engine, "generate", lambda work, inner=inner: (caches.append(work.cache), inner(work))[1])
         asked = cluster.ask(REQUEST)
         await cluster.sampled(10)
         assert isinstance(await cluster.move(), Moved)
@@ -228,9 +220,7 @@ async def test_whoever_is_killed_at_whatever_stage_nothing_is_lost_and_nothing_d
         source = cluster.source
         target = "engine-1" if source == "engine-2" else "engine-2"
         StagedWorker.stage = stage
-        moving = cluster.tasks.create_task(
-            swallow(cluster.asker.ref("llm_proxy").ask(Move("r", target), timeout=60.0, retry=False))
-        )
+        moving = cluster.tasks.create_task(swallow(cluster.asker.ref("llm_proxy").ask(Move("r", target), timeout=60.0, retry=False)))
         await StagedWorker.reached.wait()
         name = {"source": source, "target": target, "proxy": "llm_proxy-1"}[victim]
 
@@ -342,7 +332,7 @@ async def test_the_cache_of_one_whose_asker_goes_away_while_it_is_taken_out_is_n
 async def test_one_that_its_engine_takes_out_too_late_goes_on_where_it_is(tmp_path, monkeypatch):
     """As where a step lasts longer than the proxy waits."""
     monkeypatch.setitem(ENGINES, "scripted", f"{__name__}:SlowlyExporting")
-    monkeypatch.setattr("actors.moves.proxy.PREPARE_S", 0.1)
+    monkeypatch.setattr("rubato.actors.moves.proxy.PREPARE_S", 0.1)
     async with bench(tmp_path) as cluster:
         expected = await unmoved(cluster)
         asked = cluster.ask(REQUEST)
@@ -364,11 +354,7 @@ async def test_what_can_not_move_is_told_in_a_sentence_and_stays(tmp_path):
         await cluster.sampled(5)
         source = cluster.source
 
-        whys = [
-            (await cluster.move("engine-9")).why,
-            (await cluster.move(source)).why,
-            (await cluster.move("engine-1", "nobody")).why,
-        ]
+        whys = [(await cluster.move("engine-9")).why, (await cluster.move(source)).why, (await cluster.move("engine-1", "nobody")).why]
         completion = await asked
 
     assert whys[0] == "engine-9 is no engine that is here; there are engine-1, engine-2"
@@ -379,7 +365,7 @@ async def test_what_can_not_move_is_told_in_a_sentence_and_stays(tmp_path):
 
 @virtual
 async def test_an_engine_that_can_not_export_keeps_its_requests(tmp_path, monkeypatch):
-    monkeypatch.setattr("actors.scripted.engine.ScriptedEngine.capabilities", frozenset())
+    monkeypatch.setattr("rubato.actors.scripted.engine.ScriptedEngine.capabilities", frozenset())
     async with bench(tmp_path) as cluster:
         asked = cluster.ask(REQUEST)
         await cluster.sampled(5)
@@ -516,13 +502,9 @@ class Prefilling(ScriptedEngine):
         return super().load()._replace(prefill_tokens_s=self.tokens_s)
 
 
-@pytest.mark.parametrize(
-    ("tokens_s", "link_bytes_s", "with_cache"), [(0.0, 0.0, True), (1e3, 1e6, True), (1e6, 1e3, False)]
-)
+@pytest.mark.parametrize(("tokens_s", "link_bytes_s", "with_cache"), [(0.0, 0.0, True), (1e3, 1e6, True), (1e6, 1e3, False)])
 @virtual
-async def test_the_cache_travels_where_the_link_is_sooner_there_than_a_prefill(
-    tmp_path, monkeypatch, tokens_s, link_bytes_s, with_cache
-):
+async def test_the_cache_travels_where_the_link_is_sooner_there_than_a_prefill(tmp_path, monkeypatch, tokens_s, link_bytes_s, with_cache):
     monkeypatch.setattr(Prefilling, "tokens_s", tokens_s)
     monkeypatch.setitem(ENGINES, "scripted", f"{__name__}:Prefilling")
     async with bench(tmp_path) as cluster:
@@ -594,7 +576,7 @@ async def test_a_cache_that_is_larger_than_a_frame_travels(tmp_path, monkeypatch
 @pytest.mark.parametrize("bind", ["", "tcp://127.0.0.1:*"])
 async def test_torch_engines_hand_over_keys_and_values_and_go_on_token_for_token(tmp_path, monkeypatch, bind):
     monkeypatch.setattr(WiredCluster, "bind", bind)
-    monkeypatch.setattr("actors.moves.caches.PART_BYTES", 70_000)  # more than travels within a message's body
+    monkeypatch.setattr("rubato.actors.moves.caches.PART_BYTES", 70_000)  # more than travels within a message's body
     folder = write_model(tmp_path / "model")
     section = EngineSection(kind="torch", num_slots=2, max_len=1024, stream_every=1)
     config = EngineWorker.Config(model=ModelSection(path=str(folder), device="cpu"), engine=section)

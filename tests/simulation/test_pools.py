@@ -4,13 +4,14 @@ import asyncio
 
 import pytest
 
-from runtime.actor import Actor
-from runtime.config import ActorConfig, Section, from_mapping
-from runtime.embed import embed
-from runtime.errors import LaunchError
-from runtime.messages import AddActors, Added, DrainActors, NotAdded, RestartActors
-from runtime.registry import list_actors
-from runtime.store.store import MemoryStore
+from rubato.runtime.actor import Actor
+from rubato.runtime.config import ActorConfig, Section
+from rubato.runtime.config.compose import from_mapping
+from rubato.runtime.embed import embed
+from rubato.runtime.errors import LaunchError
+from rubato.runtime.memory import MemoryStore
+from rubato.runtime.messages import AddActors, Added, DrainActors, NotAdded, RestartActors
+from rubato.runtime.registry import list_actors
 from tests.virtual import virtual
 
 
@@ -37,12 +38,7 @@ class Plain(Actor):
 
 
 POOLS = {"fast": {"count": 2, "hardware": "h800", "set": {"speed.slots": 64}}, "slow": {"count": 1, "hardware": "h20"}}
-JOB = {
-    "actors": {
-        "worker": {"class": f"{__name__}:Worker", "pools": POOLS},
-        "plain": {"class": f"{__name__}:Plain"},
-    }
-}
+JOB = {"actors": {"worker": {"class": f"{__name__}:Worker", "pools": POOLS}, "plain": {"class": f"{__name__}:Plain"}}}
 
 
 class Pools:
@@ -152,9 +148,7 @@ async def test_a_pool_that_is_not_there_is_refused_in_one_sentence(job):
 async def test_one_process_can_not_be_pinned_in_parts(tmp_path):
     tree = {"actors": {"worker": {"class": f"{__name__}:Worker", "pools": {"fast": {"cores": 1}}}}}
 
-    with pytest.raises(
-        LaunchError, match=r"^actors.worker.pools.fast gives its processes GPUs, cores or an environment"
-    ):
+    with pytest.raises(LaunchError, match=r"^actors.worker.pools.fast gives its processes GPUs, cores or an environment"):
         async with embed(from_mapping(tree), tmp_path / "run"):
             raise AssertionError("it began")
     assert not (tmp_path / "run").exists()

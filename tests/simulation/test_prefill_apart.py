@@ -4,15 +4,15 @@ import asyncio
 
 import pytest
 
-from actors import plugins
-from actors.config import ProxySection
-from actors.engines.section import EngineSection, ScriptedSection
-from actors.engines.worker import EngineWorker
-from actors.messages.generation import Abort, Aborted, Generate, Sampling, VersionSpan
-from actors.messages.moves import CachePart, FetchCache, NotMoved, PrepareMove
-from actors.moves.engine import EngineMoves
-from actors.proxy.proxy import LLMProxy
-from runtime.actor import handler
+from rubato.actors import plugins
+from rubato.actors.config import ProxySection
+from rubato.actors.engines.section import EngineSection, ScriptedSection
+from rubato.actors.engines.worker import EngineWorker
+from rubato.actors.messages.generation import Abort, Aborted, Generate, Sampling, VersionSpan
+from rubato.actors.messages.moves import CachePart, FetchCache, NotMoved, PrepareMove
+from rubato.actors.moves.engine import EngineMoves
+from rubato.actors.proxy.proxy import LLMProxy
+from rubato.runtime.actor import handler
 from tests.simulation.test_proxy_on_the_bus import Asker, _ids, cluster
 from tests.virtual import virtual
 
@@ -205,7 +205,7 @@ async def test_one_that_is_to_move_while_it_is_handed_over_is_decoded_as_ever(tm
 
 @virtual
 async def test_an_engine_of_a_stage_that_can_not_take_up_a_cache_does_not_start(tmp_path, monkeypatch):
-    monkeypatch.setattr("actors.scripted.engine.ScriptedEngine.capabilities", frozenset())
+    monkeypatch.setattr("rubato.actors.scripted.engine.ScriptedEngine.capabilities", frozenset())
 
     with pytest.raises(ExceptionGroup) as told:
         async with cluster(tmp_path) as made:

@@ -4,11 +4,11 @@ import asyncio
 
 import pytest
 
-from bus.transport import MemoryNetwork
-from runtime.errors import ActorFailed
-from runtime.registry import list_actors
-from runtime.store.store import MemoryStore
-from sim.virtual import run_virtual
+from rubato.bus.memory import MemoryNetwork
+from rubato.runtime.errors import ActorFailed
+from rubato.runtime.memory import MemoryStore
+from rubato.runtime.registry import list_actors
+from rubato.sim.virtual import run_virtual
 from tests.simulation.test_found_by_seeds import LateReplies, made
 from tests.simulation.test_kernel import Server
 

@@ -2,13 +2,13 @@
 
 import asyncio
 
-from actors.config import CheckSection
-from actors.engines.section import EngineSection, ScriptedSection
-from actors.engines.worker import EngineWorker
-from actors.messages.generation import Completion, EngineStatus, Generate, Inspect, Resume, Sampling, Suspend
-from actors.proxy.proxy import LLMProxy
-from actors.training.checks import sample_random_prompts
-from runtime.actor import handler
+from rubato.actors.config import CheckSection
+from rubato.actors.engines.section import EngineSection, ScriptedSection
+from rubato.actors.engines.worker import EngineWorker
+from rubato.actors.messages.generation import Completion, EngineStatus, Generate, Inspect, Resume, Sampling, Suspend
+from rubato.actors.proxy.proxy import LLMProxy
+from rubato.actors.training.checks import sample_random_prompts
+from rubato.runtime.actor import handler
 from tests.simulation.test_proxy_on_the_bus import Asker, cluster
 from tests.virtual import virtual
 
@@ -24,16 +24,11 @@ async def test_a_link_that_breaks_for_a_moment_aborts_no_request(tmp_path):
         await made.start(LLMProxy, "llm_proxy-1")
         await made.start(EngineWorker, "engine-1", engine=section())
         proxy = (await made.start(Asker, "env_manager-1")).ref("llm_proxy")
-        asks = [
-            made.tasks.create_task(proxy.ask(Generate(f"t{i}", f"t{i}", b"\0" * 40, Sampling(200)), timeout=300))
-            for i in range(3)
-        ]
+        asks = [made.tasks.create_task(proxy.ask(Generate(f"t{i}", f"t{i}", b"\0" * 40, Sampling(200)), timeout=300)) for i in range(3)]
         await asyncio.sleep(3.0)
         made.network.snap("llm_proxy-1", "engine-1", "cable pulled")
         replies = [await ask for ask in asks]
-        assert all(isinstance(r, Completion) for r in replies), [
-            (type(r).__name__, getattr(r, "reason", "")) for r in replies
-        ]
+        assert all(isinstance(r, Completion) for r in replies), [(type(r).__name__, getattr(r, "reason", "")) for r in replies]
 
 
 @virtual
@@ -107,7 +102,4 @@ async def test_an_engine_does_not_answer_with_the_abort_of_a_former_stay(tmp_pat
         have = shared.num_tokens
         await made.kill("engine-2")
         reply = await asking
-        assert isinstance(reply, Completion), (
-            reply.reason,
-            f"{have} tokens were known, {len(reply.tokens.ids) // 4} came",
-        )
+        assert isinstance(reply, Completion), (reply.reason, f"{have} tokens were known, {len(reply.tokens.ids) // 4} came")

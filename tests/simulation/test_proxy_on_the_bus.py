@@ -6,13 +6,13 @@ from contextlib import asynccontextmanager
 import numpy as np
 import pytest
 
-from actors.engines.section import EngineSection, ScriptedSection
-from actors.engines.worker import EngineWorker
-from actors.fabric.controller import FabricController
-from actors.fabric.emulated import EmulatedSwitch
-from actors.messages.engines import GENERATION
-from actors.messages.fabric import InspectFabric, PhaseIntent
-from actors.messages.generation import (
+from rubato.actors.engines.section import EngineSection, ScriptedSection
+from rubato.actors.engines.worker import EngineWorker
+from rubato.actors.fabric.controller import FabricController
+from rubato.actors.fabric.emulated import EmulatedSwitch
+from rubato.actors.messages.fabric import InspectFabric, PhaseIntent
+from rubato.actors.messages.generation import (
+    GENERATION,
     Abort,
     Completion,
     EngineStatus,
@@ -25,17 +25,17 @@ from actors.messages.generation import (
     TokensSampled,
     VersionSpan,
 )
-from actors.proxy.proxy import LLMProxy
-from bus.link import Identity
-from bus.message import Ack
-from bus.transport import MemoryTransport
-from planning.engine_info import EngineInfo
-from runtime.actor import Actor, RunInfo, handler
-from runtime.config import ActorConfig
-from runtime.kernel import Kernel
-from runtime.observe.log import logger
-from runtime.store.store import MemoryStore
-from sim.simtest.network import FaultPlan, FaultyNetwork
+from rubato.actors.proxy.proxy import LLMProxy
+from rubato.bus.link import Identity
+from rubato.bus.memory import MemoryTransport
+from rubato.bus.message import Ack
+from rubato.planning.engine_info import EngineInfo
+from rubato.runtime.actor import Actor, RunInfo, handler
+from rubato.runtime.config import ActorConfig
+from rubato.runtime.kernel import Kernel
+from rubato.runtime.memory import MemoryStore
+from rubato.runtime.observe.log import logger
+from rubato.sim.simtest.network import FaultPlan, FaultyNetwork
 from tests.virtual import virtual
 
 
@@ -109,11 +109,7 @@ class Asker(Actor):
 
 
 def _tokens(start, end):
-    return Tokens(
-        np.arange(start, end, dtype="<i4").tobytes(),
-        np.zeros(end - start, "<f4").tobytes(),
-        (VersionSpan(0, start, end),),
-    )
+    return Tokens(np.arange(start, end, dtype="<i4").tobytes(), np.zeros(end - start, "<f4").tobytes(), (VersionSpan(0, start, end),))
 
 
 class Cluster:
@@ -251,9 +247,7 @@ async def test_the_controller_drives_a_switch_that_is_an_actor_and_survives_its_
         asker = await made.start(Asker, "env_manager-1")
         fabric = asker.ref("fabric_controller")
         controller = made.actors["fabric_controller-1"]
-        await made.until(
-            lambda: controller.directory.ready("optical_switch") and asker.directory.ready("fabric_controller")
-        )
+        await made.until(lambda: controller.directory.ready("optical_switch") and asker.directory.ready("fabric_controller"))
 
         await fabric.tell(PhaseIntent("rollout", 0, 0.0, (("llm_proxy-1", "engine-1", 100),)))
         await made.until(lambda: controller.metrics.snapshot().get("fabric/reconfigurations") == 1)

@@ -5,21 +5,20 @@ import asyncio
 import numpy as np
 import pytest
 
-from actors.engines.section import EngineSection, ScriptedSection
-from actors.messages.fabric import PhaseIntent
-from actors.messages.generation import Completion, Generate, Sampling
-from actors.messages.weights import WeightsPublished
-from actors.scripted.remote_prefill import PrefillSection, RemotePrefillWorker
-from bus.link import Identity
-from bus.transport import MemoryNetwork, MemoryTransport
-from planning.engine_info import WeightsNeed
-from runtime.actor import Actor, RunInfo, handler
-from runtime.blobs.blob import MemoryBlobStore
-from runtime.blobs.messages import NotPulled, PullBlob, Pulled
-from runtime.config import ActorConfig
-from runtime.kernel import NODE, Kernel
-from runtime.observe.log import logger
-from runtime.store.store import MemoryStore
+from rubato.actors.engines.section import EngineSection, ScriptedSection
+from rubato.actors.messages.fabric import PhaseIntent
+from rubato.actors.messages.generation import Completion, Generate, Sampling
+from rubato.actors.messages.weights import WeightsPublished
+from rubato.actors.scripted.remote_prefill import PrefillSection, RemotePrefillWorker
+from rubato.bus.link import Identity
+from rubato.bus.memory import MemoryNetwork, MemoryTransport
+from rubato.planning.engine_info import WeightsNeed
+from rubato.runtime.actor import Actor, RunInfo, handler
+from rubato.runtime.config import ActorConfig
+from rubato.runtime.kernel import NODE, Kernel
+from rubato.runtime.memory import MemoryBlobStore, MemoryStore
+from rubato.runtime.messages import NotPulled, PullBlob, Pulled
+from rubato.runtime.observe.log import logger
 from tests.virtual import virtual
 
 PROMPT = np.arange(10, dtype="<i4").tobytes()

@@ -4,19 +4,19 @@ import asyncio
 
 import msgspec
 
-from actors.checkpoints import checkpoint as checkpoints
-from actors.config import CheckSection, EvalSection
-from actors.messages.samples import Batch, Claim, Close, NotReady
-from actors.training.trainer import CheckpointSection
-from bus.message import Ack
-from bus.transport import MemoryNetwork
-from runtime.actor import Actor, RunInfo, handler
-from runtime.config import ActorConfig
-from runtime.messages import Finish
-from runtime.registry import list_actors
-from runtime.store.store import MemoryStore
-from sim.simtest.toys import ToyTrainEngine
-from sim.virtual import run_virtual
+from rubato.actors.checkpoints import checkpoint as checkpoints
+from rubato.actors.config import CheckSection, EvalSection
+from rubato.actors.messages.samples import Batch, Claim, Close, NotReady
+from rubato.actors.training.trainer import CheckpointSection
+from rubato.bus.memory import MemoryNetwork
+from rubato.bus.message import Ack
+from rubato.runtime.actor import Actor, RunInfo, handler
+from rubato.runtime.config import ActorConfig
+from rubato.runtime.memory import MemoryStore
+from rubato.runtime.messages import Finish
+from rubato.runtime.registry import list_actors
+from rubato.sim.simtest.toys import ToyTrainEngine
+from rubato.sim.virtual import run_virtual
 from tests.simulation.test_trainer import Buffer, ToyTrainer, kernel_of
 
 

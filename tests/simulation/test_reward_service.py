@@ -6,17 +6,17 @@ from pathlib import Path
 
 import msgspec
 
-from actors.messages.samples import NotScored, Score, Scores
-from actors.rewards.service import RewardService
-from bus.link import Identity
-from bus.message import Ack
-from bus.transport import MemoryNetwork, MemoryTransport
-from runtime.actor import Actor, RunInfo, handler
-from runtime.config import ActorConfig
-from runtime.kernel import NODE, Kernel
-from runtime.messages import Finish, Notice
-from runtime.observe.log import logger
-from runtime.store.store import MemoryStore
+from rubato.actors.messages.samples import NotScored, Score, Scores
+from rubato.actors.rewards.service import RewardService
+from rubato.bus.link import Identity
+from rubato.bus.memory import MemoryNetwork, MemoryTransport
+from rubato.bus.message import Ack
+from rubato.runtime.actor import Actor, RunInfo, handler
+from rubato.runtime.config import ActorConfig
+from rubato.runtime.kernel import NODE, Kernel
+from rubato.runtime.memory import MemoryStore
+from rubato.runtime.messages import Finish, Notice
+from rubato.runtime.observe.log import logger
 
 USER = Path(__file__).parents[1] / "unit" / "actors" / "rewards" / "user_rewards.py"
 
@@ -45,10 +45,7 @@ async def service(tmp_path, *functions, hidden=str):
     async with asyncio.TaskGroup() as tasks:
         serving, actors = [], {}
         config = RewardService.Config.model_validate({"reward": {"functions": functions}})
-        for name, actor_class, settings in (
-            (NODE, Node, ActorConfig()),
-            ("reward_service-1", RewardService, config),
-        ):
+        for name, actor_class, settings in ((NODE, Node, ActorConfig()), ("reward_service-1", RewardService, config)):
             incarnation = await store.increment("incarnation")
             kernel = Kernel(
                 actor_class,

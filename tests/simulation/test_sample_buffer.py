@@ -6,32 +6,19 @@ from contextlib import asynccontextmanager
 
 import msgspec
 
-from actors.config import SamplesSection, TrainSection
-from actors.messages.generation import VersionSpan
-from actors.messages.samples import (
-    Admit,
-    Advance,
-    Batch,
-    Claim,
-    Close,
-    Commit,
-    DrawEpoch,
-    PolicyState,
-    Put,
-    Segment,
-    Trajectory,
-)
-from actors.samples.buffer import SampleBuffer
-from actors.samples.journal import read_records
-from bus.errors import AskFailed
-from bus.link import Identity
-from bus.transport import MemoryNetwork, MemoryTransport
-from runtime.actor import Actor, RunInfo, handler
-from runtime.blobs.blob import MemoryBlobStore
-from runtime.config import ActorConfig
-from runtime.kernel import Kernel
-from runtime.observe.log import logger
-from runtime.store.store import MemoryStore
+from rubato.actors.config import SamplesSection, TrainSection
+from rubato.actors.messages.generation import VersionSpan
+from rubato.actors.messages.samples import Admit, Advance, Batch, Claim, Close, Commit, DrawEpoch, PolicyState, Put, Segment, Trajectory
+from rubato.actors.samples.buffer import SampleBuffer
+from rubato.actors.samples.journal import read_records
+from rubato.bus.errors import AskFailed
+from rubato.bus.link import Identity
+from rubato.bus.memory import MemoryNetwork, MemoryTransport
+from rubato.runtime.actor import Actor, RunInfo, handler
+from rubato.runtime.config import ActorConfig
+from rubato.runtime.kernel import Kernel
+from rubato.runtime.memory import MemoryBlobStore, MemoryStore
+from rubato.runtime.observe.log import logger
 
 BATCH_GROUPS, GROUP_SIZE, STEPS = 4, 4, 5
 
@@ -88,10 +75,7 @@ async def job(folder):
 
 def trajectory_of(ticket, reward):
     segment = Segment(
-        array("i", range(600)).tobytes(),
-        b"\1" * 600,
-        array("f", [-0.1] * 600).tobytes(),
-        (VersionSpan(ticket.version, 0, 600),),
+        array("i", range(600)).tobytes(), b"\1" * 600, array("f", [-0.1] * 600).tobytes(), (VersionSpan(ticket.version, 0, 600),)
     )
     return Trajectory(ticket, (segment,), reward, 7, False, 0.2)
 
@@ -114,8 +98,7 @@ async def roll_out(actor, incarnation):
 async def test_a_job_runs_through_the_bus_and_survives_the_buffers_death(tmp_path):
     async with job(tmp_path) as (tasks, start, kill, store):
         config = SampleBuffer.Config(
-            train=TrainSection(batch_groups=BATCH_GROUPS, group_size=GROUP_SIZE),
-            samples=SamplesSection(ticket_ttl_s=0.5),
+            train=TrainSection(batch_groups=BATCH_GROUPS, group_size=GROUP_SIZE), samples=SamplesSection(ticket_ttl_s=0.5)
         )
         await start(SampleBuffer, "sample_buffer-1", config)
         kernel, manager = await start(Manager, "env_manager-1", ActorConfig())

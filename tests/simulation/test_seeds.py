@@ -2,10 +2,10 @@
 
 import pytest
 
-from sim.simtest import mutations
-from sim.simtest.faults import DEFAULT
-from sim.simtest.run import Bench, faults_of, run
-from sim.simtest.search import first_catch
+from rubato.sim.simtest import mutations
+from rubato.sim.simtest.faults import DEFAULT
+from rubato.sim.simtest.run import Bench, faults_of, run
+from rubato.sim.simtest.search import first_catch
 
 pytestmark = pytest.mark.slow
 

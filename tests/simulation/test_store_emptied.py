@@ -4,14 +4,14 @@ import asyncio
 
 import pytest
 
-from sim.audit import AuditLimits, audit
-from sim.simtest import setup as setups
-from sim.simtest.checks import InvariantChecks
-from sim.simtest.journal import Record
-from sim.simtest.loop import SimLoop
-from sim.simtest.run import Bench, SeedJob, settings
-from sim.simtest.store import State
-from sim.virtual import run_virtual
+from rubato.sim.audit import AuditLimits, audit
+from rubato.sim.simtest import setup as setups
+from rubato.sim.simtest.checks import InvariantChecks
+from rubato.sim.simtest.journal import Record
+from rubato.sim.simtest.loop import SimLoop
+from rubato.sim.simtest.run import Bench, SeedJob, settings
+from rubato.sim.simtest.store import State
+from rubato.sim.virtual import run_virtual
 
 
 class Silent(InvariantChecks):
@@ -50,9 +50,7 @@ def audited(folder, *, seed, empty_at, restart=None):
             run_virtual(main, loop=loop)
     finally:
         bench.close()
-    return audit(
-        folder, AuditLimits(setup.steps, setup.batch_groups, setup.group_size + setup.extra_rollouts, setup.alpha)
-    ).problems
+    return audit(folder, AuditLimits(setup.steps, setup.batch_groups, setup.group_size + setup.extra_rollouts, setup.alpha)).problems
 
 
 def test_a_run_whose_store_keeps_its_state_has_no_problems(tmp_path):

@@ -5,10 +5,10 @@ from collections import defaultdict
 
 import pytest
 
-from actors.samples.sample import TRAINED
-from sim.simtest import faults, setup
-from sim.simtest.faults import DEFAULT
-from sim.simtest.run import Bench, run
+from rubato.actors.samples.sample import TRAINED
+from rubato.sim.simtest import faults, setup
+from rubato.sim.simtest.faults import DEFAULT
+from rubato.sim.simtest.run import Bench, run
 
 pytestmark = pytest.mark.slow
 

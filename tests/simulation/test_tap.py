@@ -3,11 +3,11 @@
 import asyncio
 from pathlib import Path
 
-from bus.codec import decode_frame
-from bus.message import Message, Request
-from runtime.actor import Actor, handler
-from runtime.messages import NotTapped, Tap, Tapped
-from runtime.observe import tap
+from rubato.bus.codec import decode_frame
+from rubato.bus.message import Message, Request
+from rubato.runtime.actor import Actor, handler
+from rubato.runtime.messages import NotTapped, Tap, Tapped
+from rubato.runtime.observe import tap
 from tests.simulation.test_kernel import Client, Cluster
 from tests.virtual import virtual
 
@@ -73,7 +73,7 @@ async def test_a_tap_sees_what_comes_and_goes_between_its_asks_and_nothing_of_it
 async def test_one_taps_at_a_time_and_a_tap_that_nobody_asks_for_ends(tmp_path):
     async with asyncio.TaskGroup() as tasks, Tapping(tasks, tmp_path) as job:
         await job.tap(job.one)
-        assert await job.tap(job.other) == NotTapped("somebody taps it already; try again later")
+        assert await job.tap(job.other) == NotTapped("another tap is on it already; try again later")
         assert job.kernel.transport.tap is not None
         await asyncio.sleep(tap.KEPT_S + 1)
         await job.ring()

@@ -7,11 +7,10 @@ import math
 import msgspec
 import pytest
 
-from actors.checkpoints import checkpoint as checkpoints
-from actors.config import CheckSection, EvalSection, ModelSection, TrainSection
-from actors.messages.engines import GENERATION
-from actors.messages.generation import VersionSpan
-from actors.messages.samples import (
+from rubato.actors.checkpoints import checkpoint as checkpoints
+from rubato.actors.config import CheckSection, EvalSection, ModelSection, TrainSection
+from rubato.actors.messages.generation import GENERATION, VersionSpan
+from rubato.actors.messages.samples import (
     Advance,
     Batch,
     Claim,
@@ -28,22 +27,21 @@ from actors.messages.samples import (
     Ticket,
     Trajectory,
 )
-from actors.messages.weights import HoldWeights, WeightsHeld
-from actors.training.trainer import CheckpointSection, Trainer
-from bus.link import Identity
-from bus.message import Ack
-from bus.transport import MemoryNetwork, MemoryTransport
-from runtime.actor import Actor, RunInfo, handler
-from runtime.blobs.blob import MemoryBlobStore
-from runtime.config import ActorConfig, RunSection
-from runtime.errors import first_cause
-from runtime.kernel import Kernel
-from runtime.messages import Drain
-from runtime.observe.log import logger
-from runtime.store.store import MemoryStore
-from sim.simtest.network import FaultPlan, FaultyNetwork
-from sim.simtest.toys import ToyTrainEngine
-from sim.virtual import run_virtual
+from rubato.actors.messages.weights import HoldWeights, WeightsHeld
+from rubato.actors.training.trainer import CheckpointSection, Trainer
+from rubato.bus.link import Identity
+from rubato.bus.memory import MemoryNetwork, MemoryTransport
+from rubato.bus.message import Ack
+from rubato.runtime.actor import Actor, RunInfo, handler
+from rubato.runtime.config import ActorConfig, RunSection
+from rubato.runtime.errors import first_cause
+from rubato.runtime.kernel import Kernel
+from rubato.runtime.memory import MemoryBlobStore, MemoryStore
+from rubato.runtime.messages import Drain
+from rubato.runtime.observe.log import logger
+from rubato.sim.simtest.network import FaultPlan, FaultyNetwork
+from rubato.sim.simtest.toys import ToyTrainEngine
+from rubato.sim.virtual import run_virtual
 
 SPANS = (VersionSpan(0, 0, 1),)
 TRAJECTORY = Trajectory(Ticket("t", "g", 1, 0, 0, 0), (Segment(bytes(4), b"\1", bytes(4), SPANS),), 0.0, 1, False, 0.1)
@@ -120,9 +118,7 @@ def kernel_of(cls, settings, network, store, run, **more):
 def test_a_drain_in_the_last_evaluation_saves_the_last_step_with_its_row_and_does_not_wait(tmp_path):
     async def main():
         network, store, run = MemoryNetwork(), MemoryStore(), RunInfo("test", tmp_path, 7, 2)
-        config = ToyTrainer.Config(
-            check=CheckSection(enabled=False), eval=EvalSection(every=0), checkpoint=CheckpointSection(every=5)
-        )
+        config = ToyTrainer.Config(check=CheckSection(enabled=False), eval=EvalSection(every=0), checkpoint=CheckpointSection(every=5))
         async with asyncio.TaskGroup() as tasks:
             made = {}
             for cls, settings in ((Buffer, ActorConfig()), (HeldEngine, ActorConfig()), (ToyTrainer, config)):
@@ -195,14 +191,10 @@ def heard_by(halting, folder, steps=3):
     async def main():
         network, store, run = MemoryNetwork(), MemoryStore(), RunInfo("test", folder, 7, steps)
         config = ToyTrainer.Config(
-            check=CheckSection(enabled=False),
-            eval=EvalSection(every=0, final_num_tasks=0),
-            checkpoint=CheckpointSection(every=1),
+            check=CheckSection(enabled=False), eval=EvalSection(every=0, final_num_tasks=0), checkpoint=CheckpointSection(every=1)
         )
         async with asyncio.TaskGroup() as tasks:
-            buffer, trainer = (
-                kernel_of(*what, network, store, run) for what in ((halting, ActorConfig()), (ToyTrainer, config))
-            )
+            buffer, trainer = (kernel_of(*what, network, store, run) for what in ((halting, ActorConfig()), (ToyTrainer, config)))
             heard = buffer.build().heard
             serving = [tasks.create_task(kernel.serve()) for kernel in (buffer, trainer)]
             await asyncio.sleep(60.0)
@@ -273,16 +265,12 @@ class Unfilled(Committing):
         return NotReady(0, 1, "no group", request.step - 1)
 
 
-def drained_after(
-    folder, seconds, trainer_class=ToyTrainer, buffer_class=Committing, waited_s=None, *, check=UNCHECKED
-):
+def drained_after(folder, seconds, trainer_class=ToyTrainer, buffer_class=Committing, waited_s=None, *, check=UNCHECKED):
     """(steps that were committed, notices of a failed end) of a run that saves each step and is drained while it commits one."""
 
     async def main():
         network, store, run = MemoryNetwork(), MemoryStore(), RunInfo("test", folder, 7, 100)
-        config = ToyTrainer.Config(
-            check=check, eval=EvalSection(every=0), checkpoint=CheckpointSection(every=1, keep=9)
-        )
+        config = ToyTrainer.Config(check=check, eval=EvalSection(every=0), checkpoint=CheckpointSection(every=1, keep=9))
         ends = []
         async with asyncio.TaskGroup() as tasks:
             buffer = kernel_of(buffer_class, ActorConfig(), network, store, run)
@@ -404,9 +392,7 @@ def run_to_the_last_evaluation(folder, steps, window_s=0.0, **section):
 
     async def main():
         network, store, run = MemoryNetwork(), MemoryStore(), RunInfo("test", folder, 7, steps, window_s=window_s)
-        config = ToyTrainer.Config(
-            check=CheckSection(enabled=False), eval=EvalSection(every=0), checkpoint=CheckpointSection(**section)
-        )
+        config = ToyTrainer.Config(check=CheckSection(enabled=False), eval=EvalSection(every=0), checkpoint=CheckpointSection(**section))
         async with asyncio.TaskGroup() as tasks:
             actors = ((Buffer, ActorConfig()), (HeldEngine, ActorConfig()), (ToyTrainer, config))
             buffer, engine, trainer = (kernel_of(*what, network, store, run) for what in actors)
@@ -430,9 +416,7 @@ def run_to_the_end(folder, steps, eval_every=0, *, network=None, buffer=Evaluati
     async def main():
         store, run = MemoryStore(), RunInfo("test", folder, 7, steps)
         config = ToyTrainer.Config(
-            check=CheckSection(enabled=False),
-            eval=EvalSection(every=eval_every),
-            checkpoint=CheckpointSection(**section),
+            check=CheckSection(enabled=False), eval=EvalSection(every=eval_every), checkpoint=CheckpointSection(**section)
         )
         actors = ((buffer, ActorConfig()), (engine, ActorConfig()), (ToyTrainer, config))
         async with asyncio.TaskGroup() as tasks:
@@ -541,9 +525,7 @@ def test_a_trainer_whose_training_raised_tells_the_buffer_and_begins_again(tmp_p
             buffer = buffer_kernel.build()
             serving = tasks.create_task(buffer_kernel.serve())
             await buffer_kernel.ready.wait()
-            (ended,) = await asyncio.gather(
-                kernel_of(FailingTrainer, config, network, store, run).serve(), return_exceptions=True
-            )
+            (ended,) = await asyncio.gather(kernel_of(FailingTrainer, config, network, store, run).serve(), return_exceptions=True)
             serving.cancel()
             return buffer.raised, repr(first_cause(ended))
 
@@ -574,10 +556,7 @@ def test_what_spoils_a_result_without_an_error_is_told_once_each(tmp_path):
     async def main():
         network, store, run = MemoryNetwork(), MemoryStore(), RunInfo("test", tmp_path, 7, 12)
         off = {"check": CheckSection(enabled=False), "eval": EvalSection(every=0)}
-        spoilt = {
-            "train": TrainSection(lr=1e-3, loss="gspo", clip_high=0.3),
-            "checkpoint": CheckpointSection(keep_best=True),
-        }
+        spoilt = {"train": TrainSection(lr=1e-3, loss="gspo", clip_high=0.3), "checkpoint": CheckpointSection(keep_best=True)}
         config = FlatTrainer.Config(**off, **spoilt, model=ModelSection(path="model"))
         told = []
         async with asyncio.TaskGroup() as tasks:
@@ -634,9 +613,7 @@ def test_a_run_whose_steps_change_no_weight_fails_with_its_rows_written(steps, t
     (reason, failed), told, rows = run_virtual(main)
 
     assert failed
-    assert reason.startswith(
-        f"nothing was learned: no weight has changed in {trained} steps in a row. Every optimiser step was left out"
-    )
+    assert reason.startswith(f"nothing was learned: no weight has changed in {trained} steps in a row. Every optimiser step was left out")
     assert len(rows) == trained
     assert any("no weight has changed in 3 steps" in said for said in told) == (trained > 2)
 

@@ -4,20 +4,20 @@ import asyncio
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
-from actors.engines.weights import WeightsPuller
-from actors.messages.engines import GENERATION
-from actors.weights.blobs import BlobReceiver
-from bus.link import Identity
-from bus.transport import MemoryNetwork, MemoryTransport
-from runtime.actor import Actor, RunInfo, handler
-from runtime.blobs.blob import PIECE_BYTES, BlobInfo, MemoryBlobStore, digest_of
-from runtime.blobs.hosts import HostBlobs
-from runtime.blobs.messages import BlobPiece, GetPiece, NotHere
-from runtime.blobs.patches import put_delta
-from runtime.config import ActorConfig
-from runtime.kernel import Kernel
-from runtime.observe.log import logger
-from runtime.store.store import MemoryStore
+from rubato.actors.engines.weights import WeightsPuller
+from rubato.actors.messages.generation import GENERATION
+from rubato.actors.weights.blobs import BlobReceiver
+from rubato.bus.link import Identity
+from rubato.bus.memory import MemoryNetwork, MemoryTransport
+from rubato.runtime.actor import Actor, RunInfo, handler
+from rubato.runtime.blobs.blob import PIECE_BYTES, BlobInfo, digest_of
+from rubato.runtime.blobs.hosts import HostBlobs
+from rubato.runtime.blobs.patches import put_delta
+from rubato.runtime.config import ActorConfig
+from rubato.runtime.kernel import Kernel
+from rubato.runtime.memory import MemoryBlobStore, MemoryStore
+from rubato.runtime.messages import BlobPiece, GetPiece, NotHere
+from rubato.runtime.observe.log import logger
 from tests.virtual import virtual
 
 IMAGE = bytes(range(256)) * (2 * PIECE_BYTES // 256) + b"end"

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from actors.checkpoints import model_folder
-from actors.config import engine_specs
-from actors.engines import kinds, worker
-from runtime.config import load
-from runtime.errors import ConfigError
+from rubato.actors.checkpoints import devices
+from rubato.actors.config import engine_specs
+from rubato.actors.engines import kinds, worker
+from rubato.runtime.config.compose import check_host, load
+from rubato.runtime.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -23,7 +23,7 @@ def test_a_config_of_ours_loads_as_it_is_and_as_a_run_folder_keeps_it(path, tmp_
 
 
 def test_the_quickstart_can_be_launched_here():
-    load(CONFIGS / "quickstart.yaml").check_host()
+    check_host(load(CONFIGS / "quickstart.yaml"))
 
 
 def test_vllm_that_is_not_installed_is_told_before_anything_starts(monkeypatch):
@@ -36,7 +36,7 @@ def test_vllm_that_is_not_installed_is_told_before_anything_starts(monkeypatch):
 
 @pytest.mark.parametrize("role", ["engine", "trainer"])
 def test_cuda_that_is_not_there_is_told_before_anything_starts(role, monkeypatch):
-    monkeypatch.setattr(model_folder, "num_gpus", lambda: 0)
+    monkeypatch.setattr(devices, "num_gpus", lambda: 0)
     config = load(CONFIGS / "quickstart.yaml", ["model.device=cuda"])
 
     with pytest.raises(ConfigError, match=r"^model.device is cuda, but torch sees no CUDA device"):
@@ -57,7 +57,7 @@ def test_a_device_that_is_none_is_refused(device):
         load(CONFIGS / "quickstart.yaml", [f"model.device='{device}'"])
 
 
-ENGINES = "{class: 'actors.engines.worker:EngineWorker', pools: {far: {hardware: h20}}}"
+ENGINES = "{class: 'rubato.actors.engines.worker:EngineWorker', pools: {far: {hardware: h20}}}"
 
 
 def test_engines_may_run_under_a_second_role_whose_pools_count_like_the_first_ones():
@@ -67,7 +67,5 @@ def test_engines_may_run_under_a_second_role_whose_pools_count_like_the_first_on
 
 
 def test_engines_under_two_roles_are_refused_on_pools_that_jobs_share():
-    with pytest.raises(
-        ConfigError, match=r"actors has engines under engine and far_engine; with cluster\.dir one role may"
-    ):
+    with pytest.raises(ConfigError, match=r"actors has engines under engine and far_engine; with cluster\.dir one role may"):
         load(CONFIGS / "cluster_job.yaml", [f"actors.far_engine={ENGINES}", "cluster.dir=/nowhere"])

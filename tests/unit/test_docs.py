@@ -38,11 +38,7 @@ def test_prose_ends_at_column_100(page):
 
 
 def test_the_glossary_gives_every_word_one_line_and_the_file_that_defines_it():
-    rows = [
-        line.strip("| ").split(" | ")
-        for line in (ROOT / "docs" / "glossary.md").read_text().splitlines()
-        if line.startswith("| ")
-    ]
+    rows = [line.strip("| ").split(" | ") for line in (ROOT / "docs" / "glossary.md").read_text().splitlines() if line.startswith("| ")]
     words = [row for row in rows if row[0] != "word"]
 
     assert len(words) > 50
@@ -64,9 +60,7 @@ def test_ci_finds_the_readmes_two_commands():
     commands = [line for line in lines if line.startswith("python3 -m venv ")]
     patterns = re.findall(r"pattern='(.*)'", (ROOT / ".ci" / "readme").read_text())
 
-    assert [[line for line in lines if re.search(pattern, line)] for pattern in patterns] == [
-        [each] for each in commands
-    ]
+    assert [[line for line in lines if re.search(pattern, line)] for pattern in patterns] == [[each] for each in commands]
 
 
 def test_every_page_is_in_the_navigation_of_the_site():

@@ -16,16 +16,12 @@ def imported_in_functions(source: str) -> Iterator[str]:
             for node in ast.walk(function):
                 named = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
                 named = [alias.name for alias in node.names] if isinstance(node, ast.Import) else named
-                yield from (name for name in named if name.partition(".")[0] in PARTS)
+                yield from (name for name in named if name.startswith("rubato.") and name.split(".")[1] in PARTS)
 
 
 def imports_by_name(source: str) -> Iterator[str]:
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in (
-            "import_module",
-            "importlib.import_module",
-            "__import__",
-        ):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("import_module", "importlib.import_module", "__import__"):
             yield ast.unparse(node)
 
 
@@ -43,6 +39,6 @@ def test_only_the_plug_ins_file_imports_parts_of_actors_and_planners_late():
 
 
 def test_an_import_within_a_function_is_seen():
-    source = "import actors.fabric\ndef f():\n    async def g():\n        from planning.tail import Tail\n    import actors.batching"
+    source = "import rubato.actors.fabric\ndef f():\n    async def g():\n        from rubato.planning.tail import Tail\n    import rubato.actors.batching"
 
-    assert sorted({*imported_in_functions(source)}) == ["actors.batching", "planning.tail"]
+    assert sorted({*imported_in_functions(source)}) == ["rubato.actors.batching", "rubato.planning.tail"]

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from actors.report.metrics import METRICS, described
-from runtime.config import load
-from runtime.config.config import root_model
+from rubato.actors.report.metrics import METRICS, described
+from rubato.runtime.config.compose import load
+from rubato.runtime.config.config import root_model
 
 ROOT = Path(__file__).parents[2]
 PAGES = runpy.run_path(str(ROOT / "tools" / "reference.py"))["PAGES"]

@@ -31,12 +31,12 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from actors import catalog  # noqa: E402
-from actors.engines.pace import MOST_OUTLASTED  # noqa: E402
-from actors.training.base_model import make_tokenizer, write_tokenizer  # noqa: E402
-from runtime.launch.children import die_with_parent  # noqa: E402
-from runtime.launch.connection import connect  # noqa: E402
-from runtime.registry import ActorRecord, list_actors  # noqa: E402
+from rubato.actors import catalog  # noqa: E402
+from rubato.actors.engines.pace import MOST_OUTLASTED  # noqa: E402
+from rubato.actors.training.base_model import make_tokenizer, write_tokenizer  # noqa: E402
+from rubato.runtime.launch.children import die_with_parent  # noqa: E402
+from rubato.runtime.launch.connection import connect  # noqa: E402
+from rubato.runtime.registry import ActorRecord, list_actors  # noqa: E402
 from tools.bench import paced_job  # noqa: E402
 from tools.bench.paced_job import is_up  # noqa: E402
 from tools.bench.peers.changing_places import LONG, SAMPLED, SHORT  # noqa: E402
@@ -58,7 +58,7 @@ WARM_S = 10.0
 PLAN_S, START_S, END_S = 100.0, 120.0, 30.0
 
 SWAP_AT, SWAPPED_WITHIN, SWAP_STEPS, SETTLED = 6, 3, 12, 4
-"""Steps of training before tasks change places, those within which the map is to follow, those after which nobody waits for it any more, and
+"""Steps of training before tasks change places, those within which the map is to follow, those after which it is waited for no more, and
 those that are watched beyond."""
 SWAP_S = 400.0
 """Limit of all of them."""
@@ -111,11 +111,11 @@ ENGINE: Mapping[str, Any] = {
 }  # fmt: skip
 
 ACTORS = {
-    "sample_buffer": "actors.samples.buffer:SampleBuffer",
-    "llm_proxy": "actors.proxy.proxy:LLMProxy",
-    "engine": "actors.engines.worker:EngineWorker",
-    "env_manager": "actors.envs.manager:EnvManager",
-    "trainer": "actors.training.trainer:Trainer",
+    "sample_buffer": "rubato.actors.samples.buffer:SampleBuffer",
+    "llm_proxy": "rubato.actors.proxy.proxy:LLMProxy",
+    "engine": "rubato.actors.engines.worker:EngineWorker",
+    "env_manager": "rubato.actors.envs.manager:EnvManager",
+    "trainer": "rubato.actors.training.trainer:Trainer",
 }
 
 
@@ -124,8 +124,7 @@ def job(arm: Arm, model: Path) -> dict[str, Any]:
     shown_text = f"{ROOT}/tools/bench/peers/shown_text.py:ShownText"
     actors: dict[str, Any] = {role: {"class": target} for role, target in ACTORS.items()}
     actors["engine"]["pools"] = {
-        name: {"count": num, "hardware": name, "set": {"engine.pace.hardware": name}}
-        for name, num in arm.engines.items()
+        name: {"count": num, "hardware": name, "set": {"engine.pace.hardware": name}} for name, num in arm.engines.items()
     }
     tasks = {
         name: {"class": shown_text, "kwargs": {"tokens": shown}, "max_turns": 1, "max_new_tokens": sampled}
@@ -155,9 +154,7 @@ def plans(folder: Path) -> list[Planned]:
     return [Planned(each["why"], each["shares"]) for each in made]
 
 
-async def measure(
-    folder: Path, launcher: "subprocess.Popen[bytes]", arm: Arm, seconds: float, warm_s: float = WARM_S
-) -> Measured:
+async def measure(folder: Path, launcher: "subprocess.Popen[bytes]", arm: Arm, seconds: float, warm_s: float = WARM_S) -> Measured:
     """Watch the run in `folder` for `seconds` once it is warm, and where it learns, once it has a plan. Raises TimeoutError."""
     await is_up(folder, launcher)
     async with connect(folder) as run:
@@ -200,9 +197,7 @@ def run(arm: Arm, seconds: float, overrides: Sequence[str], warm_s: float = WARM
         (place / "job.yaml").write_text(json.dumps(job(arm, place / "model")))
         command = [ROOT / "tools/launch.py", place / "job.yaml", *overrides, "--run-dir", place / "run"]
         with (place / "said").open("w") as out:
-            launcher = subprocess.Popen(
-                [sys.executable, *map(str, command)], cwd=place, stdout=out, stderr=out, preexec_fn=die_with_parent
-            )
+            launcher = subprocess.Popen([sys.executable, *map(str, command)], cwd=place, stdout=out, stderr=out, preexec_fn=die_with_parent)
         try:
             found = asyncio.run(measure(place / "run", launcher, arm, seconds, warm_s))
         except TimeoutError:
@@ -216,9 +211,7 @@ def run(arm: Arm, seconds: float, overrides: Sequence[str], warm_s: float = WARM
     return found
 
 
-def run_all(
-    wanted: Sequence[Arm], seconds: float, overrides: Sequence[str], warm_s: float = WARM_S
-) -> dict[str, Measured]:
+def run_all(wanted: Sequence[Arm], seconds: float, overrides: Sequence[str], warm_s: float = WARM_S) -> dict[str, Measured]:
     """Some at a time, for engines that are paced wait most of the time."""
     with ThreadPoolExecutor(AT_ONCE) as pool:
         found = pool.map(lambda arm: run(arm, seconds, overrides, warm_s), wanted)
@@ -271,11 +264,7 @@ async def follow(after: int, overrides: Sequence[str]) -> Followed:
             before, known = len(rates(folder)), len(plans(folder))
             new = exchanged(plans(folder)[-1].map())
             print(f"after {before} steps tasks change places", flush=True)
-            await until(
-                lambda: (
-                    new in [plan.map() for plan in plans(folder)[known:]] or len(rates(folder)) > before + SWAP_STEPS
-                )
-            )
+            await until(lambda: new in [plan.map() for plan in plans(folder)[known:]] or len(rates(folder)) > before + SWAP_STEPS)
             num, found = len(rates(folder)) - before, plans(folder)
             steps = num if new in [plan.map() for plan in found[known:]] else None
             await until(lambda: len(rates(folder)) >= before + num + SETTLED)
@@ -334,12 +323,8 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=20.0, help="of each arm's measurement")
     parser.add_argument("--only", choices=("learned", "best", "uniform"))
-    parser.add_argument(
-        "--short", action="store_true", help="a second of each arm, none to warm up: it starts, its figures say nothing"
-    )
-    parser.add_argument(
-        "--swap", type=int, nargs="?", const=SWAP_AT, metavar="STEPS", help="before tasks change places"
-    )
+    parser.add_argument("--short", action="store_true", help="a second of each arm, none to warm up: it starts, its figures say nothing")
+    parser.add_argument("--swap", type=int, nargs="?", const=SWAP_AT, metavar="STEPS", help="before tasks change places")
     parser.add_argument("--json", type=Path)
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value")
     asked = parser.parse_args(argv)
@@ -357,14 +342,10 @@ def main(argv: Sequence[str]) -> int:
         asked.json.write_text(json.dumps(summary, indent=2))
     if not asked.only:
         learned, worst = summary["learned"], min(summary["uniform"].values())
-        print(
-            f"learned / best map {learned / summary['best']:.2f}, learned / worse class alone {learned / worst:.2f}, paced"
-        )
+        print(f"learned / best map {learned / summary['best']:.2f}, learned / worse class alone {learned / worst:.2f}, paced")
     late = [name for name, share in summary["outlasted"].items() if share > MOST_OUTLASTED]
     if late:
-        print(
-            f"more than {100 * MOST_OUTLASTED:g} % of the steps outlasted their pace in {', '.join(late)}: these figures say nothing"
-        )
+        print(f"more than {100 * MOST_OUTLASTED:g} % of the steps outlasted their pace in {', '.join(late)}: these figures say nothing")
     return 1 if late and not asked.short else 0
 
 

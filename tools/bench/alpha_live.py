@@ -60,9 +60,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--alphas", nargs="+", default=["0", "1", "2", "4"], metavar="N", help="fixed ones")
     parser.add_argument(
-        "--short",
-        action="store_true",
-        help="three scripted steps of auto and of α = 1: it starts, its figures say nothing",
+        "--short", action="store_true", help="three scripted steps of auto and of α = 1: it starts, its figures say nothing"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all times there")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value")

@@ -27,20 +27,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import msgspec
 import numpy as np
 
-from bus.keys import Keys, new_keys
-from bus.link import Identity
-from bus.message import Ack, Request
-from bus.zmq import ZmqTransport
-from runtime.actor import Actor, RunInfo, handler
-from runtime.blobs.blob import BlobInfo, Draft, MemoryBlobStore
-from runtime.blobs.client import BlobClient
-from runtime.blobs.hosts import HostBlobs, Pull
-from runtime.blobs.server import BlobServer
-from runtime.config import ActorConfig
-from runtime.kernel import Kernel
-from runtime.observe.log import logger
-from runtime.registry import ActorRecord
-from runtime.store.store import MemoryStore
+from rubato.bus.keys import Keys, new_keys
+from rubato.bus.link import Identity
+from rubato.bus.message import Ack, Request
+from rubato.bus.zmq import ZmqTransport
+from rubato.runtime.actor import Actor, RunInfo, handler
+from rubato.runtime.blobs.blob import BlobInfo, Draft
+from rubato.runtime.blobs.client import BlobClient
+from rubato.runtime.blobs.hosts import HostBlobs, Pull
+from rubato.runtime.blobs.server import BlobServer
+from rubato.runtime.config import ActorConfig
+from rubato.runtime.kernel import Kernel
+from rubato.runtime.memory import MemoryBlobStore, MemoryStore
+from rubato.runtime.observe.log import logger
+from rubato.runtime.registry import ActorRecord
 
 SIZE = 64 * 1024 * 1024
 PAGE = 4096
@@ -103,9 +103,7 @@ class Puller(HostBlobs):
         room = Draft(info, np.zeros(info.size_bytes, np.uint8).data, unshared)
         took: list[float] = []
         for _ in range(runs + 2):
-            pull = Pull(
-                info, room, lambda source, request: self.ref(source).ask(request, timeout=30), self.offload, check=check
-            )
+            pull = Pull(info, room, lambda source, request: self.ref(source).ask(request, timeout=30), self.offload, check=check)
             began = perf_counter()
             await pull.run([source])
             took.append(perf_counter() - began)
@@ -207,9 +205,7 @@ async def _fetch(folder: Path, runs: str, check: str, told: str) -> None:
     puller = kernel.build()
     async with _served(kernel):
         kernel.directory.add(ActorRecord("node-1", "node", address, 1, 0, "there", "ready"))
-        print(
-            json.dumps(await puller.measure("node-1", BlobInfo(*info), int(runs), check=bool(int(check)))), flush=True
-        )
+        print(json.dumps(await puller.measure("node-1", BlobInfo(*info), int(runs), check=bool(int(check)))), flush=True)
 
 
 @asynccontextmanager
@@ -235,12 +231,7 @@ def _transport(name: str, folder: Path, address: str) -> ZmqTransport:
 
 
 def _kernel(
-    actor_class: type[Actor],
-    name: str,
-    folder: Path,
-    *,
-    store: MemoryBlobStore | None = None,
-    transport: ZmqTransport | None = None,
+    actor_class: type[Actor], name: str, folder: Path, *, store: MemoryBlobStore | None = None, transport: ZmqTransport | None = None
 ) -> Kernel:
     return Kernel(
         actor_class,

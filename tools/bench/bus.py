@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PEERS = Path(__file__).resolve().parent / "peers"
 sys.path.insert(0, str(ROOT))
 
-from runtime.launch.children import die_with_parent  # noqa: E402
+from rubato.runtime.launch.children import die_with_parent  # noqa: E402
 
 LIMIT_S = 120.0
 """Of one run of one system."""
@@ -93,9 +93,7 @@ def run(system: System, *options: str) -> Figures | None:
         command = [sys.executable, str(PEERS / system.script), "--json", str(told), *system.options, *options]
         # Not a pipe: what a system leaves behind would hold it open.
         with (Path(folder) / "stderr").open("w+") as errors:
-            driver = subprocess.Popen(
-                command, stderr=errors, stdout=subprocess.DEVNULL, cwd=folder, start_new_session=True
-            )
+            driver = subprocess.Popen(command, stderr=errors, stdout=subprocess.DEVNULL, cwd=folder, start_new_session=True)
             try:
                 driver.wait(LIMIT_S)
             except subprocess.TimeoutExpired:
@@ -129,11 +127,7 @@ def in_turns(systems: Sequence[System], runs: int, *options: str) -> dict[str, F
             if figures is not None:
                 seen[system.name].append(figures)
         print(f"run {number + 1} of {runs}", file=sys.stderr, flush=True)
-    return {
-        name: {key: median(f[key] for f in found if key in f) for key in found[0]}
-        for name, found in seen.items()
-        if found
-    }
+    return {name: {key: median(f[key] for f in found if key in f) for key in found[0]} for name, found in seen.items() if found}
 
 
 def show(found: dict[str, Figures]) -> None:
@@ -156,9 +150,7 @@ def show(found: dict[str, Figures]) -> None:
 @contextmanager
 def awake() -> Generator[None, None, None]:
     """Keep every core from sleeping, at idle priority."""
-    spinners = [
-        subprocess.Popen([sys.executable, "-c", SPIN], preexec_fn=die_with_parent) for _ in range(os.cpu_count() or 1)
-    ]
+    spinners = [subprocess.Popen([sys.executable, "-c", SPIN], preexec_fn=die_with_parent) for _ in range(os.cpu_count() or 1)]
     try:
         yield
     finally:
@@ -177,9 +169,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Figures]:
         schemes = (ours._replace(name=scheme, options=("--scheme", scheme)) for scheme in ("tcp", "curve"))
         return in_turns(tuple(schemes), arguments.runs, "--only", "rtt", "req", "msg")
     if arguments.fanin:
-        return in_turns(
-            (ours._replace(name="fanin", script="rubato_fanin.py"),), arguments.runs, "--peers", str(arguments.fanin)
-        )
+        return in_turns((ours._replace(name="fanin", script="rubato_fanin.py"),), arguments.runs, "--peers", str(arguments.fanin))
     if arguments.idle:
         return in_turns((ours._replace(name="idle", script="rubato_idle.py"),), arguments.runs)
     if arguments.redis:
@@ -208,9 +198,7 @@ def main() -> int:
     alone.add_argument("--curve", action="store_true", help="tcp in the clear beside tcp with CURVE")
     alone.add_argument("--idle", action="store_true", help="memory and start of an idle actor process")
     alone.add_argument(
-        "--redis",
-        action="store_true",
-        help="put, claim and commit on Redis, AOF everysec: alone and through the SampleBuffer",
+        "--redis", action="store_true", help="put, claim and commit on Redis, AOF everysec: alone and through the SampleBuffer"
     )
     arguments = parser.parse_args()
     print(f"{os.cpu_count()} cores, Python {sys.version.split()[0]}, medians of {arguments.runs} interleaved runs")

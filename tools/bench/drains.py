@@ -24,14 +24,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from runtime.guest import Guest, join  # noqa: E402
-from runtime.launch.children import start_module  # noqa: E402
-from runtime.messages import AddActors, Added, DrainActors, RestartActors  # noqa: E402
-from runtime.registry import (  # noqa: E402
-    NODE,
-    list_actors,
-    role_of,
-)
+from rubato.runtime.guest import Guest, join  # noqa: E402
+from rubato.runtime.launch.children import start_module  # noqa: E402
+from rubato.runtime.messages import AddActors, Added, DrainActors, RestartActors  # noqa: E402
+from rubato.runtime.registry import NODE, list_actors, role_of  # noqa: E402
 
 OVERRIDES = (
     "run.steps=1000000", "env.concurrency=64", f"engine.kind={ROOT}/tools/bench/peers/walker.py:Walker", "engine.scripted.token_s=0.002",
@@ -125,9 +121,7 @@ async def drain(me: Guest, name: str) -> None:
 
 
 async def main() -> int:
-    parser = argparse.ArgumentParser(
-        description="How long a run stands still where an actor is killed, and where it is drained."
-    )
+    parser = argparse.ArgumentParser(description="How long a run stands still where an actor is killed, and where it is drained.")
     parser.add_argument("overrides", nargs="*", default=[], metavar="key.sub=value")
     parser.add_argument("--times", type=int, default=3)
     parser.add_argument("--window", type=float, default=8.0)
@@ -136,18 +130,9 @@ async def main() -> int:
     given = parser.parse_intermixed_args()
     with tempfile.TemporaryDirectory(prefix="drains-") as place:
         folder = Path(place) / "run"
-        words = (
-            "launch",
-            str(ROOT / "configs/quickstart.yaml"),
-            *OVERRIDES,
-            *given.overrides,
-            "--run-dir",
-            str(folder),
-        )
+        words = ("launch", str(ROOT / "configs/quickstart.yaml"), *OVERRIDES, *given.overrides, "--run-dir", str(folder))
         with (Path(place) / "output").open("wb") as output:
-            job = await start_module(
-                "runtime.cli", *words, more={"PYTHONPATH": str(ROOT)}, stdout=output, stderr=output
-            )
+            job = await start_module("rubato.runtime.cli", *words, more={"PYTHONPATH": str(ROOT)}, stdout=output, stderr=output)
         try:
             found = await measured(folder, given.roles, given.times, given.window)
         finally:

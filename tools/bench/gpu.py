@@ -7,7 +7,7 @@ python tools/bench/gpu.py engine --short                      a tiny model, with
 
 Models have Qwen3's shapes and random weights. engine: tokens per second of the built-in engine, beside transformers' generate and vLLM
 where that is installed, and the share of the bandwidth limit, by which each decode step reads all weights and the KV cache once. trainer:
-tokens per second, and MFU by 6 FLOPs per parameter and token. swap: what new weights take on their way from trainer to engine, and what
+tokens per second, and MFU by 6 FLOPs per parameter and token, by 4 where an adapter is trained (no gradient of the weights). swap: what new weights take on their way from trainer to engine, and what
 requests feel of it. agreement: log-probabilities of the same tokens by engine and trainer. quickstart, gsm8k, ranks: whole jobs.
 Without a GPU it says so and exits with 3: there is nothing to measure.
 """
@@ -35,12 +35,12 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from actors.config import ModelSection, TrainSection  # noqa: E402
-from actors.engines.engine import Work  # noqa: E402
-from actors.engines.section import EngineSection  # noqa: E402
-from actors.messages.generation import Sampling  # noqa: E402
-from actors.messages.samples import Segment, Ticket, Trajectory  # noqa: E402
-from bus.message import pack_i32, unpack_f32, unpack_i32  # noqa: E402
+from rubato.actors.config import LoraSection, ModelSection, TrainSection  # noqa: E402
+from rubato.actors.engines.engine import Work  # noqa: E402
+from rubato.actors.engines.section import EngineSection  # noqa: E402
+from rubato.actors.messages.generation import Sampling  # noqa: E402
+from rubato.actors.messages.samples import Segment, Ticket, Trajectory  # noqa: E402
+from rubato.bus.message import pack_i32, unpack_f32, unpack_i32  # noqa: E402
 from tools.bench import gpu_jobs, gpu_table  # noqa: E402
 from tools.bench.gpu_model import SHAPES, TINY, make_model  # noqa: E402
 from tools.bench.short import NO_RESULT  # noqa: E402
@@ -125,7 +125,7 @@ def models(bench: Bench, *, sharp: bool = False) -> Iterator[Iterator[tuple[str,
 
 
 def release(device: str) -> int:
-    """Give memory back that nobody uses; returns the most that was held since the last call, in bytes."""
+    """Give unused memory back; returns the most that was held since the last call, in bytes."""
     import gc
 
     import torch
@@ -177,7 +177,7 @@ def decode_limit(bench: Bench, shape: str, count: int, num: int) -> float:
 
 async def engine_rates(bench: Bench, folder: Path) -> dict[int, dict[str, float]]:
     """Decoding by concurrency, in the first pass after a few tokens to warm up and in a second one; under 0, prefill."""
-    from actors.engines.torch_engine import TorchEngine
+    from rubato.actors.engines.torch_engine import TorchEngine
 
     size, most = bench.size, max(bench.concurrency)
     section = EngineSection(num_slots=most, max_len=size.prompt + size.new_tokens)
@@ -204,9 +204,7 @@ async def rate(engine: Any, name: str, num: int, prompt: int, new: int) -> float
     return num * new / (time.perf_counter() - began)
 
 
-async def generate(
-    engine: Any, request_id: str, prompt: int, new: int, decoding: asyncio.Event | None = None
-) -> list[float]:
+async def generate(engine: Any, request_id: str, prompt: int, new: int, decoding: asyncio.Event | None = None) -> list[float]:
     """When its chunks came, by the loop's clock; `decoding` is set with the eighth. No two requests share a prompt."""
     work = Work(request_id, "", tuple(random_prompt(request_id, prompt)), Sampling(new, seed=1))
     came: list[float] = []
@@ -233,9 +231,7 @@ def transformers_rate(bench: Bench, folder: Path, num: int) -> float:
     found = 0.0
     for new in (8, bench.size.new_tokens):
         began = time.perf_counter()
-        model.generate(
-            prompt, attention_mask=torch.ones_like(prompt), min_new_tokens=new, max_new_tokens=new, do_sample=True
-        ).cpu()
+        model.generate(prompt, attention_mask=torch.ones_like(prompt), min_new_tokens=new, max_new_tokens=new, do_sample=True).cpu()
         found = num * new / (time.perf_counter() - began)
     return found
 
@@ -257,26 +253,45 @@ def vllm_rates(bench: Bench, folder: Path) -> dict[int, float]:
 
 
 def trainer_part(bench: Bench) -> dict[str, Any]:
-    """One GRPO update over groups of 8 trajectories, with and without activations kept."""
+    """One GRPO update over groups of 8 trajectories, with and without activations kept, and of an adapter; what does not fit is said."""
+    import torch
+
     found: dict[str, Any] = {}
     with models(bench) as made:
         for shape, folder, count in made:
-            for kept in (True, False):
+            for how, flops, keys in WAYS:
                 release(bench.device)
-                name = shape if kept else f"{shape}/checkpointing"
-                row = found[name] = trainer_rate(bench, folder, kept=kept)
-                row["mfu"] = 6 * count * row["tokens_s"] / bench.peak[1]
+                name = f"{shape}/{how}".removesuffix("/")
+                try:
+                    row = found[name] = trainer_rate(bench, folder, keys)
+                except torch.OutOfMemoryError:
+                    found[name] = {"memory_bytes": torch.cuda.get_device_properties(0).total_memory}
+                    print(f"{name} trainer does not fit", flush=True)
+                    continue
+                row["mfu"] = flops * count * row["tokens_s"] / bench.peak[1]
                 row["peak_bytes"] = release(bench.device)
                 print(f"{name} trainer {row['tokens_s']:9,.0f} tok/s, MFU {row['mfu']:.0%}, {row['peak_bytes'] / 1e9:.1f} GB", flush=True)  # fmt: skip
     return found
 
 
-def trainer_rate(bench: Bench, folder: Path, *, kept: bool) -> dict[str, float]:
-    """Tokens per second of the updates after the first; whether activations are `kept` for the backward pass."""
-    from actors.training.torch_train import TorchTrainEngine
+LORA = LoraSection(rank=16, alpha=32)
+WAYS: list[tuple[str, int, dict[str, Any]]] = [
+    ("", 6, {}), ("checkpointing", 6, {"gradient_checkpointing": True}), ("adapter", 4, {"lora": LORA}),
+]  # fmt: skip
+"""Name of a way to train, FLOPs per parameter and token, and what its section says."""
 
-    section = TrainSection(minibatches=1, micro_batch_tokens=16 * bench.size.train_len, gradient_checkpointing=not kept)
-    engine = TorchTrainEngine(bench.model, section, steps=4, seed=1)
+
+def train_engine(section: TrainSection) -> Any:
+    from rubato.actors.adapters.training import LoraTrainEngine
+    from rubato.actors.training.torch_train import TorchTrainEngine
+
+    return LoraTrainEngine if section.lora else TorchTrainEngine
+
+
+def trainer_rate(bench: Bench, folder: Path, keys: dict[str, Any]) -> dict[str, float]:
+    """Tokens per second of the updates after the first, with these keys of its section."""
+    section = TrainSection(minibatches=1, micro_batch_tokens=16 * bench.size.train_len, **keys)
+    engine = train_engine(section)(bench.model, section, steps=4, seed=1)
     engine.load(folder, None)
     groups = [[trajectory(bench, g, i) for i in range(8)] for g in range(bench.size.groups)]
     seconds: list[float] = []
@@ -301,28 +316,29 @@ def trajectory(bench: Bench, group: int, index: int) -> Trajectory:
 
 
 def swap_part(bench: Bench) -> dict[str, Any]:
-    """From trainer to engine by shared memory, while requests decode: with their KV caches computed anew after it, and kept."""
+    """From trainer to engine by shared memory, while requests decode: with their KV caches computed anew after it, and kept; an adapter too."""
     found: dict[str, Any] = {}
     with models(bench) as made:
         for shape, folder, _ in made:
-            for caches in ("recompute", "keep"):
+            for how in ("recompute", "keep", "adapter"):
                 release(bench.device)
-                row = found[f"{shape}/{caches}"] = asyncio.run(swaps(bench, folder, caches))
+                row = found[f"{shape}/{how}"] = asyncio.run(swaps(bench, folder, how))
                 print(
-                    f"{shape} swap {row['gb_s']:.1f} GB/s in {row['update_s']:.2f} s, pause {1e3 * row['pause_s']:.2f} ms, "
-                    f"{row['hidden_frac']:.1%} hidden; longest gap between tokens {1e3 * row['gap_s']:.0f} ms (caches: {caches}), else "
+                    f"{shape} swap {row['bytes'] / 1e6:,.0f} MB, {row['gb_s']:.1f} GB/s in {row['update_s']:.2f} s, pause {1e3 * row['pause_s']:.2f} ms, "
+                    f"{row['hidden_frac']:.1%} hidden; longest gap between tokens {1e3 * row['gap_s']:.0f} ms ({how}), else "
                     f"{1e3 * row['usual_gap_s']:.0f} ms; trainer held for {1e3 * row['export_s']:.0f} of {1e3 * row['whole_s']:.0f} ms",
                     flush=True,
                 )
     return found
 
 
-async def swaps(bench: Bench, folder: Path, caches: Any, times: int = 3) -> dict[str, float]:
+async def swaps(bench: Bench, folder: Path, how: str, times: int = 3) -> dict[str, float]:
     """Medians over `times` updates after the first, in each of which 64 requests decode."""
-    from actors.engines.torch_engine import TorchEngine
-    from actors.training.torch_train import TorchTrainEngine
+    from rubato.actors.adapters.torch_engine import AdaptedTorchEngine
+    from rubato.actors.engines.torch_engine import TorchEngine
 
-    trainer = TorchTrainEngine(bench.model, TrainSection(), steps=1, seed=1)
+    train, caches = TrainSection(lora=LORA if how == "adapter" else None), "keep" if how == "keep" else "recompute"
+    trainer = train_engine(train)(bench.model, train, steps=1, seed=1)
     trainer.load(folder, None)
     num_bytes = trainer.image_bytes()
     handle = os.memfd_create("weights")
@@ -330,10 +346,8 @@ async def swaps(bench: Bench, folder: Path, caches: Any, times: int = 3) -> dict
     image = memoryview(mmap.mmap(handle, num_bytes))
     os.close(handle)
     num = min(64, max(bench.concurrency))
-    section = EngineSection(
-        num_slots=num, max_len=bench.size.prompt + 2 * bench.size.new_tokens, stream_every=1, kv_on_update=caches
-    )
-    engine = TorchEngine(folder, bench.model, section)
+    section = EngineSection(num_slots=num, max_len=bench.size.prompt + 2 * bench.size.new_tokens, stream_every=1, kv_on_update=caches)
+    engine = (AdaptedTorchEngine if train.lora else TorchEngine)(folder, bench.model, section)
     await engine.start()
     await rate(engine, "warm", num, bench.size.prompt, 8)
     rows: list[dict[str, float]] = []
@@ -355,9 +369,7 @@ async def one_swap(bench: Bench, engine: Any, num: int, version: int, image: mem
     """The update, its pause as the engine says it, and the longest time that one of `num` requests waited for a token during it."""
     loop, new, decoding = asyncio.get_running_loop(), 2 * bench.size.new_tokens, asyncio.Event()
     async with asyncio.TaskGroup() as tasks:
-        running = [
-            tasks.create_task(generate(engine, f"{version}.{i}", bench.size.prompt, new, decoding)) for i in range(num)
-        ]
+        running = [tasks.create_task(generate(engine, f"{version}.{i}", bench.size.prompt, new, decoding)) for i in range(num)]
         await decoding.wait()
         began = loop.time()
         pause_s = await engine.update(version, image)
@@ -393,7 +405,7 @@ def agreement_part(bench: Bench) -> dict[str, Any]:
 
 async def differences(bench: Bench, folder: Path, dtype: Any) -> dict[str, float]:
     """32 prompts of 8 tokens to many, 32 tokens sampled after each by one batch."""
-    from actors.engines.torch_engine import TorchEngine
+    from rubato.actors.engines.torch_engine import TorchEngine
 
     model = ModelSection(dtype=dtype, device=bench.device)
     engine = TorchEngine(folder, model, EngineSection(num_slots=32, max_len=bench.size.train_len))
@@ -431,7 +443,7 @@ async def collected(engine: Any, work: Work) -> tuple[list[int], list[float]]:
 
 def recomputed(model: ModelSection, folder: Path, sequences: list[list[int]]) -> list[float]:
     """The trainer's log-probabilities of the last 32 tokens of each."""
-    from actors.training.torch_train import TorchTrainEngine
+    from rubato.actors.training.torch_train import TorchTrainEngine
 
     engine = TorchTrainEngine(model, TrainSection(), steps=1, seed=1)
     engine.load(folder, None)

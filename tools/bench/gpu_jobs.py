@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-from actors.config import TrainSection
+from rubato.actors.config import TrainSection
 from tools.bench.gpu_model import SHAPES, make_model, word_problems, write_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -118,9 +118,7 @@ def launched(config: str, *overrides: str) -> Ended:
         if job.returncode:
             sys.exit(job.returncode)
         agreed = re.search(r"trainer and engine agree: .*", "".join(said))
-        return Ended(
-            rows_of(run / "metrics.jsonl"), rows_of(run / "evals.jsonl"), wall_s, agreed[0].strip() if agreed else ""
-        )
+        return Ended(rows_of(run / "metrics.jsonl"), rows_of(run / "evals.jsonl"), wall_s, agreed[0].strip() if agreed else "")
 
 
 def rows_of(path: Path) -> list[dict[str, float]]:

@@ -78,10 +78,7 @@ def word_problems(num: int, seed: int) -> Iterator[dict[str, str]]:
     """Rows in GSM8K's form: a question of two steps, and an answer that ends with the number."""
     chance = random.Random(seed)
     for _ in range(num):
-        name, thing = (
-            chance.choice(("Ada", "Ben", "Cleo", "Dan")),
-            chance.choice(("apples", "books", "coins", "shells")),
-        )
+        name, thing = (chance.choice(("Ada", "Ben", "Cleo", "Dan")), chance.choice(("apples", "books", "coins", "shells")))
         had, bags, each, gave = (chance.randint(2, 40) for _ in range(4))
         left = had + bags * each - min(gave, had)
         question = (

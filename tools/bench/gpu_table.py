@@ -26,23 +26,25 @@ def engine(found: Mapping[str, Any]) -> Iterator[Row]:
 def trainer(found: Mapping[str, Any]) -> Iterator[Row]:
     for name, row in figures(found):
         shape, _, how = name.partition("/")
-        what = f"trainer, {shape}" + (", gradient checkpointing" if how else "")
+        what = f"trainer, {shape}" + {"": "", "checkpointing": ", gradient checkpointing", "adapter": ", adapter of rank 16"}[how]
+        if "memory_bytes" in row:
+            yield what, "does not fit", f"{row['memory_bytes'] / 1e9:.0f} GB are there"
+            continue
         yield what, f"{row['tokens_s']:,.0f} tok/s", f"MFU {row['mfu']:.0%}; {row['peak_bytes'] / 1e9:.0f} GB at most"
 
 
 def swap(found: Mapping[str, Any]) -> Iterator[Row]:
     for name, row in figures(found):
-        shape, _, caches = name.partition("/")
-        gaps = (
-            f"longest gap between tokens {1e3 * row['gap_s']:.0f} ms, {1e3 * row['usual_gap_s']:.0f} ms without (p99)"
-        )
-        if caches == "keep":
+        shape, _, how = name.partition("/")
+        gaps = f"longest gap between tokens {1e3 * row['gap_s']:.0f} ms, {1e3 * row['usual_gap_s']:.0f} ms without (p99)"
+        if how == "keep":
             yield f"swap, {shape}, KV caches kept", f"pause {1e3 * row['pause_s']:.2f} ms", gaps
             continue
         took = f"of {1e3 * row['update_s']:.0f} ms ({row['gb_s']:.1f} GB/s): {row['hidden_frac']:.1%} hidden; {gaps}"
-        yield f"swap, {shape}, {row['bytes'] / 1e9:.1f} GB", f"pause {1e3 * row['pause_s']:.2f} ms", took
+        size = f"adapter of {row['bytes'] / 1e6:.0f} MB" if how == "adapter" else f"{row['bytes'] / 1e9:.1f} GB"
+        yield f"swap, {shape}, {size}", f"pause {1e3 * row['pause_s']:.2f} ms", took
         whole = f"of {1e3 * row['whole_s']:.0f} ms until the image is whole"
-        yield f"publish, {shape}", f"training held {1e3 * row['export_s']:.1f} ms", whole
+        yield f"publish, {shape}{', adapter' * (how == 'adapter')}", f"training held {1e3 * row['export_s']:.1f} ms", whole
 
 
 def agreement(found: Mapping[str, Any]) -> Iterator[Row]:
@@ -61,18 +63,10 @@ def quickstart(found: Mapping[str, Any]) -> Iterator[Row]:
 
 def gsm8k(found: Mapping[str, Any]) -> Iterator[Row]:
     waited = f"{found['wait_for_batch_frac']:.0%} of it waiting for a batch"
-    yield (
-        f"GSM8K's shape, engine {found['engine']}",
-        f"{found['step_s']:.1f} s a step",
-        f"{waited}; {found['samples_s']:.0f} samples/s",
-    )
+    yield (f"GSM8K's shape, engine {found['engine']}", f"{found['step_s']:.1f} s a step", f"{waited}; {found['samples_s']:.0f} samples/s")
     hidden = f"of {1e3 * found['pull_s']:.0f} ms: {found['hidden_frac']:.1%} hidden"
     yield "its swap", f"pause {1e3 * found['pause_s']:.2f} ms", hidden
-    yield (
-        "its agreement",
-        found["agreed"].rpartition("agree: ")[2].replace("|", ""),
-        f"KL {found['mismatch_kl']:.1e} in training",
-    )
+    yield ("its agreement", found["agreed"].rpartition("agree: ")[2].replace("|", ""), f"KL {found['mismatch_kl']:.1e} in training")
 
 
 def ranks(found: Mapping[str, Any]) -> Iterator[Row]:
@@ -92,9 +86,7 @@ def figures(found: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]
 def table(folder: Path) -> str:
     """Markdown of all PART.json in `folder`: with what it was measured, the figures, and what was missing."""
     parts = [json.loads(path.read_text()) for name in ROWS if (path := folder / f"{name}.json").exists()]
-    about = {
-        f"{p['device']}, torch {p['torch']}, transformers {p['transformers']}, Python {p['python']}" for p in parts
-    }
+    about = {f"{p['device']}, torch {p['torch']}, transformers {p['transformers']}, Python {p['python']}" for p in parts}
     copies, products = (max((p[name] for p in parts), default=0.0) for name in ("copy_bytes_s", "matmul_flop_s"))
     ceilings = f"Reached there: copies {copies / 1e12:.2f} TB/s, bf16 matrix products {products / 1e12:.0f} TFLOP/s"
     lines = [*sorted(about), ceilings, "", "| what | figure | beside it |", "|---|--:|---|"]

@@ -30,15 +30,15 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from actors.cluster.permits import Permits  # noqa: E402
-from actors.engines.pace import MOST_OUTLASTED, deployment_of  # noqa: E402
-from actors.engines.section import PaceSection  # noqa: E402
-from planning.coexecution import JobProfile, NodePool, SharedCluster  # noqa: E402
-from planning.roofline import Roofline  # noqa: E402
-from runtime.launch.children import die_with_parent  # noqa: E402
-from runtime.launch.shared import SharedScope, open_shared, write_shared  # noqa: E402
-from runtime.store.embedded import EmbeddedRedis  # noqa: E402
-from sim.live.shared import held, turns  # noqa: E402
+from rubato.actors.cluster.permits import Permits  # noqa: E402
+from rubato.actors.engines.pace import MOST_OUTLASTED, deployment_of  # noqa: E402
+from rubato.actors.engines.section import PaceSection  # noqa: E402
+from rubato.planning.coexecution import JobProfile, NodePool, SharedCluster  # noqa: E402
+from rubato.planning.roofline import Roofline  # noqa: E402
+from rubato.runtime.launch.children import die_with_parent  # noqa: E402
+from rubato.runtime.launch.shared import SharedScope, open_shared, write_shared  # noqa: E402
+from rubato.runtime.store.embedded import EmbeddedRedis  # noqa: E402
+from rubato.sim.live.shared import held, turns  # noqa: E402
 from tools.bench.peers.phase_gantt import Held, draw, worst_deviation  # noqa: E402
 from tools.bench.short import NO_RESULT  # noqa: E402
 
@@ -184,15 +184,12 @@ async def measure(jobs: Sequence[Job], steps: int, step_s: float) -> list[Seen]:
     """Let all jobs make `steps` steps at least after their first ones."""
     try:
         async with asyncio.timeout(START_S + 3 * (steps + 1) * step_s):
-            while min(len(job.rows()) for job in jobs) <= steps:  # noqa: ASYNC110 - files of other processes tell nobody
+            while min(len(job.rows()) for job in jobs) <= steps:  # noqa: ASYNC110 - files of other processes send no event
                 await asyncio.sleep(0.2)
     except TimeoutError:
         raise SystemExit(f"steps did not come: {[len(job.rows()) for job in jobs]} of {steps + 1}") from None
     since = max(job.rows()[0]["time/unix_s"] for job in jobs)
-    return [
-        _seen([row for row in job.rows()[1:] if row["time/unix_s"] - row["time/step"] >= since - 0.5 * step_s])
-        for job in jobs
-    ]
+    return [_seen([row for row in job.rows()[1:] if row["time/unix_s"] - row["time/step"] >= since - 0.5 * step_s]) for job in jobs]
 
 
 def _seen(rows: Sequence[Mapping[str, float]]) -> Seen:
@@ -274,9 +271,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=tuple(CASES), action="append", help="of the three cases")
     parser.add_argument("--steps", type=int, default=3, help="of each job that are measured, after the first")
-    parser.add_argument(
-        "--short", action="store_true", help="two jobs of short steps: it starts, its figures say nothing"
-    )
+    parser.add_argument("--short", action="store_true", help="two jobs of short steps: it starts, its figures say nothing")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--gantt", type=Path, metavar="PNG", help="draw the permits beside those of RLSim")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value")
@@ -292,9 +287,7 @@ def main(argv: Sequence[str]) -> int:
         draw(sides, asked.gantt)
         for case in found["cases"]:
             case["phase_deviation"] = worst_deviation(*sides[case["name"]])
-            print(
-                f"{case['name']}: a phase's mean duration differs from RLSim's by {case['phase_deviation']:.1%} at most"
-            )
+            print(f"{case['name']}: a phase's mean duration differs from RLSim's by {case['phase_deviation']:.1%} at most")
     if asked.json:
         asked.json.write_text(json.dumps(found, indent=2))
     return 1 if not asked.short and any(case["outlasted_frac"] > MOST_OUTLASTED for case in found["cases"]) else 0

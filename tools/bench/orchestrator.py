@@ -4,7 +4,7 @@ python tools/bench/orchestrator.py [--json FILE] [--seeds 2] [--first-seed 0] [-
                                     [key.sub=value …]
 
 Proxy, engines, bus and orchestrator are live; the engines' time is paced (docs/pace.md), and how much a request samples is drawn by its seed
-and known to nobody before its end: all requests have the same limit. A scenario's arms share one started job, one after another, on the same
+and not known before its end: all requests have the same limit. A scenario's arms share one started job, one after another, on the same
 requests; scenarios run beside each other.
 
 rebalance   8 H200 of Qwen3-8B. Half of the requests go on with long contexts (configs/workloads/swe_bench.yaml: up to 32,768 tokens), half
@@ -37,17 +37,17 @@ from msgspec.structs import replace
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from actors import catalog  # noqa: E402
-from actors.engines.pace import MOST_OUTLASTED  # noqa: E402
-from actors.messages.generation import Completion, Generate, Route, Sampling  # noqa: E402
-from bus.message import pack_i32  # noqa: E402
-from planning.makespan import Instance, Load  # noqa: E402
-from planning.rebalance import shorten  # noqa: E402
-from planning.roofline import Deployment, Roofline  # noqa: E402
-from runtime.actor import Actor  # noqa: E402
-from runtime.guest import Guest, join  # noqa: E402
-from runtime.launch.connection import connect  # noqa: E402
-from sim.virtual import run_virtual  # noqa: E402
+from rubato.actors import catalog  # noqa: E402
+from rubato.actors.engines.pace import MOST_OUTLASTED  # noqa: E402
+from rubato.actors.messages.generation import Completion, Generate, Route, Sampling  # noqa: E402
+from rubato.bus.message import pack_i32  # noqa: E402
+from rubato.planning.makespan import Instance, Load  # noqa: E402
+from rubato.planning.rebalance import shorten  # noqa: E402
+from rubato.planning.roofline import Deployment, Roofline  # noqa: E402
+from rubato.runtime.actor import Actor  # noqa: E402
+from rubato.runtime.guest import Guest, join  # noqa: E402
+from rubato.runtime.launch.connection import connect  # noqa: E402
+from rubato.sim.virtual import run_virtual  # noqa: E402
 from tools.bench.paced_job import all_here, job, outlasted  # noqa: E402
 from tools.bench.peers.told_orchestrator import SetArm  # noqa: E402
 from tools.bench.peers.virtual_job import virtual_job  # noqa: E402
@@ -87,9 +87,7 @@ class Scenario(NamedTuple):
 
 def curve(task: str) -> list[tuple[int, float]]:
     with (ROOT / "configs/lengths/rollpacker_fig2a_len_cdf.csv").open() as lines:
-        return [
-            (int(row["tokens"]), float(row["cdf_pct"]) / 100) for row in csv.DictReader(lines) if row["task"] == task
-        ]
+        return [(int(row["tokens"]), float(row["cdf_pct"]) / 100) for row in csv.DictReader(lines) if row["task"] == task]
 
 
 def draw(rng: Random, points: Sequence[tuple[int, float]], limit: int) -> int:
@@ -138,14 +136,7 @@ class Regime(NamedTuple):
     sampled: int
 
 
-DRIFT = (
-    Regime(96, 6000, 3),
-    Regime(96, 6000, 15),
-    Regime(96, 6000, 75),
-    Regime(4, 250, 375),
-    Regime(4, 250, 1875),
-    Regime(4, 250, 1875),
-)
+DRIFT = (Regime(96, 6000, 3), Regime(96, 6000, 15), Regime(96, 6000, 75), Regime(4, 250, 375), Regime(4, 250, 1875), Regime(4, 250, 1875))
 """Prompts give way to responses, which grow by five from step to step."""
 
 OFF, BOTH = SetArm(()), SetArm(("rebalance", "switch"))
@@ -155,16 +146,7 @@ LARGER = {f"{STATIC}TP2": SetArm((), 2), f"{STATIC}TP4": SetArm((), 1)}
 SCENARIOS = (
     Scenario("rebalance", "h200", "qwen3-8b", 8, 1024, 1.5, {"off": OFF, "on": SetArm(("rebalance",)), PLACED: OFF}),
     Scenario("switch", "h800", "qwen2.5-14b", 4, 2048, 2.0, {"off": OFF, "on": SetArm(("switch",))}, statics=LARGER),
-    Scenario(
-        "drift",
-        "h800",
-        "qwen2.5-14b",
-        4,
-        2600,
-        1.0,
-        {"TP2": OFF, "TP4": SetArm((), 2), "TP8": SetArm((), 1), "on": BOTH},
-        degree=2,
-    ),
+    Scenario("drift", "h800", "qwen2.5-14b", 4, 2600, 1.0, {"TP2": OFF, "TP4": SetArm((), 2), "TP8": SetArm((), 1), "on": BOTH}, degree=2),
     Scenario("uniform", "h800", "qwen2.5-14b", 4, 1024, 2.0, {"off": OFF, "on": BOTH}, statics=LARGER),
 )
 
@@ -174,8 +156,8 @@ def config(scenario: Scenario) -> dict[str, Any]:
     return {
         "run": {"name": f"orchestrator-{scenario.name}"},
         "actors": {
-            "llm_proxy": {"class": "actors.proxy.proxy:LLMProxy"},
-            "engine": {"class": "actors.engines.worker:EngineWorker", "count": scenario.engines},
+            "llm_proxy": {"class": "rubato.actors.proxy.proxy:LLMProxy"},
+            "engine": {"class": "rubato.actors.engines.worker:EngineWorker", "count": scenario.engines},
             "orchestrator": {"class": f"{ROOT}/tools/bench/peers/told_orchestrator.py:ToldOrchestrator"},
         },
         "orchestrator": {"enabled": True, "interval_s": 0.5 * scenario.scale, "switch_s": scenario.scale},
@@ -188,12 +170,7 @@ def config(scenario: Scenario) -> dict[str, Any]:
             "stream_every": 8,
             "prefix_cache": False,
             "scripted": {"told_lengths": True, "vocab_size": VOCABULARY},
-            "pace": {
-                "hardware": scenario.hardware,
-                "model": scenario.model,
-                "scale": scenario.scale,
-                "degree": scenario.degree,
-            },
+            "pace": {"hardware": scenario.hardware, "model": scenario.model, "scale": scenario.scale, "degree": scenario.degree},
         },
     }
 
@@ -307,9 +284,7 @@ def summed_up(measured: Measured) -> dict[str, Any]:
     if beside := [arm for arm in means if arm.startswith(STATIC)]:
         summary["static_s"] = min(means[arm] for arm in ("off", *beside))
     if len(static) > 1:
-        summary["best_steps_s"] = fmean(
-            sum(map(min, zip(*(each[arm] for arm in static), strict=True))) for each in measured.arms
-        )
+        summary["best_steps_s"] = fmean(sum(map(min, zip(*(each[arm] for arm in static), strict=True))) for each in measured.arms)
     more = {"arms": arms, "steps": measured.arms, "switches": measured.switches}
     return summary | {"outlasted": measured.outlasted} | more
 
@@ -341,11 +316,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--only", choices=[each.name for each in SCENARIOS])
     parser.add_argument("--virtual", action="store_true", help="one process, virtual time, scale 1")
-    parser.add_argument(
-        "--short",
-        action="store_true",
-        help="uniform alone, one seed in virtual time: it starts, its figures say nothing",
-    )
+    parser.add_argument("--short", action="store_true", help="uniform alone, one seed in virtual time: it starts, its figures say nothing")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value")
     asked = parser.parse_args(argv)
     if asked.short:
@@ -363,9 +334,7 @@ def main(argv: Sequence[str]) -> int:
     if asked.json:
         asked.json.write_text(json.dumps(summary | {"paced": not asked.virtual, "virtual": asked.virtual}, indent=2))
     if late := [name for name, each in summary.items() if each["outlasted"] > MOST_OUTLASTED]:
-        print(
-            f"more than {100 * MOST_OUTLASTED:g} % of the steps outlasted their pace in {', '.join(late)}: these figures say nothing"
-        )
+        print(f"more than {100 * MOST_OUTLASTED:g} % of the steps outlasted their pace in {', '.join(late)}: these figures say nothing")
     return 1 if late else 0
 
 

@@ -14,11 +14,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from runtime.errors import LaunchError  # noqa: E402
-from runtime.launch.card import running  # noqa: E402
-from runtime.launch.children import die_with_parent  # noqa: E402
-from runtime.registry import list_actors  # noqa: E402
-from runtime.store.store import Store  # noqa: E402
+from rubato.runtime.errors import LaunchError  # noqa: E402
+from rubato.runtime.launch.card import running  # noqa: E402
+from rubato.runtime.launch.children import die_with_parent  # noqa: E402
+from rubato.runtime.registry import list_actors  # noqa: E402
+from rubato.runtime.store.store import Store  # noqa: E402
 
 START_S, END_S = 120.0, 30.0
 BEAT_S = 2.0
@@ -50,15 +50,11 @@ async def outlasted(store: Store) -> float:
     """Share of all engines' steps that took longer than their pace."""
     await asyncio.sleep(BEAT_S)
     engines = [actor.metrics for actor in await list_actors(store) if actor.role == "engine"]
-    return sum(each["paced/steps"] * each["paced/outlasted_frac"] for each in engines) / sum(
-        each["paced/steps"] for each in engines
-    )
+    return sum(each["paced/steps"] * each["paced/outlasted_frac"] for each in engines) / sum(each["paced/steps"] for each in engines)
 
 
 @asynccontextmanager
-async def job(
-    name: str, config: Mapping[str, Any], overrides: Sequence[str], limit_s: float = START_S
-) -> AsyncGenerator[Path]:
+async def job(name: str, config: Mapping[str, Any], overrides: Sequence[str], limit_s: float = START_S) -> AsyncGenerator[Path]:
     """The run's folder while it is up. Raises SystemExit with what the launcher said where it does not come up."""
     with tempfile.TemporaryDirectory(prefix=f"rubato-{name}-") as scratch:
         place = Path(scratch)

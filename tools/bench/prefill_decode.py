@@ -23,12 +23,12 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from actors.engines.pace import MOST_OUTLASTED  # noqa: E402
-from actors.messages.generation import Completion, Generate, Sampling, why_early  # noqa: E402
-from runtime.guest import Guest, join  # noqa: E402
-from runtime.launch.children import die_with_parent  # noqa: E402
-from runtime.launch.connection import connect  # noqa: E402
-from runtime.registry import list_actors  # noqa: E402
+from rubato.actors.engines.pace import MOST_OUTLASTED  # noqa: E402
+from rubato.actors.messages.generation import Completion, Generate, Sampling, why_early  # noqa: E402
+from rubato.runtime.guest import Guest, join  # noqa: E402
+from rubato.runtime.launch.children import die_with_parent  # noqa: E402
+from rubato.runtime.launch.connection import connect  # noqa: E402
+from rubato.runtime.registry import list_actors  # noqa: E402
 from tools.bench.paced_job import all_here, is_up  # noqa: E402
 from tools.bench.short import NO_RESULT  # noqa: E402
 
@@ -75,8 +75,8 @@ def job(num_prefill: int, balance: str) -> dict[str, Any]:
     return {
         "run": {"name": "prefill-decode"},
         "actors": {
-            "llm_proxy": {"class": "actors.proxy.proxy:LLMProxy"},
-            "engine": {"class": "actors.engines.worker:EngineWorker", "pools": pools},
+            "llm_proxy": {"class": "rubato.actors.proxy.proxy:LLMProxy"},
+            "engine": {"class": "rubato.actors.engines.worker:EngineWorker", "pools": pools},
         },
         "proxy": {"balance": balance, "balance_s": 2.0},
         "engine": {
@@ -131,18 +131,14 @@ async def measure(folder: Path, launcher: "subprocess.Popen[bytes]", phases: Seq
     return Measured(sum(p.requests for p in phases) / sum(phases_s.values()), phases_s, outlasted, changes)
 
 
-def run(
-    name: str, num_prefill: int, balance: str, overrides: Sequence[str], phases: Sequence[Phase] = PHASES
-) -> Measured:
+def run(name: str, num_prefill: int, balance: str, overrides: Sequence[str], phases: Sequence[Phase] = PHASES) -> Measured:
     """Launch the arm's job, measure it, and stop it."""
     with tempfile.TemporaryDirectory(prefix="rubato-prefill-decode-") as scratch:
         place = Path(scratch)
         (place / "job.yaml").write_text(json.dumps(job(num_prefill, balance)))
         command = [ROOT / "tools/launch.py", place / "job.yaml", *overrides, "--run-dir", place / "run"]
         with (place / "said").open("w") as out:
-            launcher = subprocess.Popen(
-                [sys.executable, *map(str, command)], cwd=place, stdout=out, stderr=out, preexec_fn=die_with_parent
-            )
+            launcher = subprocess.Popen([sys.executable, *map(str, command)], cwd=place, stdout=out, stderr=out, preexec_fn=die_with_parent)
         try:
             found = asyncio.run(measure(place / "run", launcher, phases))
         except TimeoutError:
@@ -152,10 +148,7 @@ def run(
             launcher.wait(END_S)
     parts = ", ".join(f"{phase} {seconds:.0f} s" for phase, seconds in found.phases_s.items())
     outlasted = f"{100 * found.outlasted:.1f} % of steps outlasted"
-    print(
-        "\n  ".join([f"{name}: {found.samples_s:.2f} samples/s paced; {parts}; {outlasted}", *found.changes]),
-        flush=True,
-    )
+    print("\n  ".join([f"{name}: {found.samples_s:.2f} samples/s paced; {parts}; {outlasted}", *found.changes]), flush=True)
     return found
 
 
@@ -175,9 +168,7 @@ def main(argv: Sequence[str]) -> int:
     """Measure, print, and write the figures where asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
-    parser.add_argument(
-        "--short", action="store_true", help="few requests, 2P2D and auto alone: it starts, its figures say nothing"
-    )
+    parser.add_argument("--short", action="store_true", help="few requests, 2P2D and auto alone: it starts, its figures say nothing")
     parser.add_argument("overrides", nargs="*", metavar="key.sub=value")
     asked = parser.parse_args(argv)
     with ThreadPoolExecutor(AT_ONCE) as pool:
@@ -192,9 +183,7 @@ def main(argv: Sequence[str]) -> int:
         asked.json.write_text(json.dumps(summary, indent=1))
     worst = max(summary["outlasted"].values())
     if worst > MOST_OUTLASTED and not asked.short:
-        print(
-            f"{100 * worst:.1f} % of an arm's steps outlasted their pace: this machine is too slow or too busy for it"
-        )
+        print(f"{100 * worst:.1f} % of an arm's steps outlasted their pace: this machine is too slow or too busy for it")
         return 1
     return 0
 

@@ -23,22 +23,22 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from actors.config import ModelSection, RolloutSection, TrainSection  # noqa: E402
-from actors.engines.engine import Work  # noqa: E402
-from actors.engines.runner import ModelRunner  # noqa: E402
-from actors.engines.scheduler import Scheduler  # noqa: E402
-from actors.engines.scheduler import Sequence as Running  # noqa: E402
-from actors.engines.section import EngineSection  # noqa: E402
-from actors.envs.chat import ChatRenderer, Transcript  # noqa: E402
-from actors.envs.frozen_lake import FrozenLakeText  # noqa: E402
-from actors.messages.generation import Sampling  # noqa: E402
-from actors.messages.samples import Ticket, Trajectory  # noqa: E402
-from actors.rewards.functions import malformed_penalty  # noqa: E402
-from actors.training.base_model import make  # noqa: E402
-from actors.training.engine import image_of  # noqa: E402
-from actors.training.torch_train import TorchTrainEngine  # noqa: E402
-from bus.message import unpack_i32  # noqa: E402
-from runtime.config import RunSection  # noqa: E402
+from rubato.actors.config import ModelSection, RolloutSection, TrainSection  # noqa: E402
+from rubato.actors.engines.engine import Work  # noqa: E402
+from rubato.actors.engines.runner import ModelRunner  # noqa: E402
+from rubato.actors.engines.scheduler import Scheduler  # noqa: E402
+from rubato.actors.engines.scheduler import Sequence as Running  # noqa: E402
+from rubato.actors.engines.section import EngineSection  # noqa: E402
+from rubato.actors.envs.chat import ChatRenderer, Transcript  # noqa: E402
+from rubato.actors.envs.frozen_lake import FrozenLakeText  # noqa: E402
+from rubato.actors.messages.generation import Sampling  # noqa: E402
+from rubato.actors.messages.samples import Ticket, Trajectory  # noqa: E402
+from rubato.actors.rewards.functions import malformed_penalty  # noqa: E402
+from rubato.actors.training.base_model import make  # noqa: E402
+from rubato.actors.training.engine import image_of  # noqa: E402
+from rubato.actors.training.torch_train import TorchTrainEngine  # noqa: E402
+from rubato.bus.message import unpack_i32  # noqa: E402
+from rubato.runtime.config import RunSection  # noqa: E402
 from tools.bench.short import NO_RESULT  # noqa: E402
 
 GOAL = 0.8
@@ -75,9 +75,7 @@ class Sampler:
 
     def __init__(self, folder: Path, rollout: RolloutSection, *, episodes: int, threads: int, seed: int) -> None:
         self._section = EngineSection(num_slots=episodes, max_len=rollout.max_len, max_batch_tokens=1 << 20)
-        self._runner = ModelRunner.load(
-            folder, ModelSection(device="cpu", dtype="float32", torch_threads=threads), self._section
-        )
+        self._runner = ModelRunner.load(folder, ModelSection(device="cpu", dtype="float32", torch_threads=threads), self._section)
         self._renderer = ChatRenderer(folder, system_prompt=rollout.system_prompt)
         self._rollout = rollout
         self._seed = seed
@@ -232,9 +230,7 @@ def settings_of(config: Path, overrides: Sequence[str]) -> Settings:
         for part in above:
             section = section.setdefault(part, {})
         section[name] = yaml.safe_load(value)
-    return Settings(
-        RunSection(**raw.get("run", {})), TrainSection(**raw.get("train", {})), RolloutSection(**raw.get("rollout", {}))
-    )
+    return Settings(RunSection(**raw.get("run", {})), TrainSection(**raw.get("train", {})), RolloutSection(**raw.get("rollout", {})))
 
 
 def main(argv: Sequence[str]) -> int:

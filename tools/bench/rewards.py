@@ -30,11 +30,11 @@ import yaml
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from actors.engines.pace import MOST_OUTLASTED, EnginePace  # noqa: E402
-from actors.engines.section import PaceSection  # noqa: E402
-from runtime.launch.children import die_with_parent  # noqa: E402
-from runtime.launch.connection import connect  # noqa: E402
-from runtime.registry import ActorRecord, list_actors  # noqa: E402
+from rubato.actors.engines.pace import MOST_OUTLASTED, EnginePace  # noqa: E402
+from rubato.actors.engines.section import PaceSection  # noqa: E402
+from rubato.runtime.launch.children import die_with_parent  # noqa: E402
+from rubato.runtime.launch.connection import connect  # noqa: E402
+from rubato.runtime.registry import ActorRecord, list_actors  # noqa: E402
 
 PACE = {"hardware": "h800", "model": "qwen3-8b", "scale": 4.0}
 SLOTS, NUM_SLOTS, WAVES = 4, 16, 4
@@ -126,9 +126,7 @@ def _pause(seen: Sequence[Seen], scored: int) -> Seen:
     """The middle of what was seen between two batches, `scored` trajectories after the start."""
     between = [each for each in seen if each.scored == scored]
     if not between:
-        raise SystemExit(
-            f"no figures of the pause after {scored} trajectories were seen: the machine is too busy for this bench"
-        )
+        raise SystemExit(f"no figures of the pause after {scored} trajectories were seen: the machine is too busy for this bench")
     return between[len(between) // 2]
 
 
@@ -148,16 +146,10 @@ def _rows(folder: Path) -> list[dict[str, Any]]:
 def run(arm: str, steps: int, overrides: Sequence[str]) -> dict[str, Any]:
     """Launch the job of one arm, measure it, and stop it."""
     pools, own = POOLS[arm]
-    engine = {"class": "actors.engines.worker:EngineWorker", "pools": {n: {"count": num} for n, num in pools.items()}}
+    engine = {"class": "rubato.actors.engines.worker:EngineWorker", "pools": {n: {"count": num} for n, num in pools.items()}}
     with tempfile.TemporaryDirectory(prefix="rubato-rewards-") as scratch:
         folder, said = Path(scratch) / "run", Path(scratch) / "said"
-        command = [
-            "tools/launch.py",
-            "configs/quickstart.yaml",
-            f"actors.engine={json.dumps(engine)}",
-            *OVERRIDES,
-            *own,
-        ]
+        command = ["tools/launch.py", "configs/quickstart.yaml", f"actors.engine={json.dumps(engine)}", *OVERRIDES, *own]
         with said.open("w") as out:
             launcher = subprocess.Popen(
                 [sys.executable, *command, *overrides, "--run-dir", str(folder)],
@@ -195,9 +187,7 @@ def main(argv: Sequence[str]) -> int:
         given.json.write_text(json.dumps({**found, "speedup": speedup}, indent=2))
     late = [arm for arm, figures in found.items() if figures["outlasted_frac"] > MOST_OUTLASTED]
     if late:
-        print(
-            f"{' and '.join(late)}: more than {MOST_OUTLASTED:.0%} of the steps outlasted their pace: these times are the host's"
-        )
+        print(f"{' and '.join(late)}: more than {MOST_OUTLASTED:.0%} of the steps outlasted their pace: these times are the host's")
     return 1 if late else 0
 
 

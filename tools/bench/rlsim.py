@@ -9,10 +9,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 import numpy as np
 
-from sim.net.clos import ClosSpec, clos
-from sim.net.maxmin import max_min_rates
-from sim.rfabric.throughput import ThroughputScenario, simulate
-from sim.scenario import load
+from rubato.sim.net.clos import ClosSpec, clos
+from rubato.sim.net.maxmin import max_min_rates
+from rubato.sim.rfabric.throughput import ThroughputScenario, simulate
+from rubato.sim.scenario import load
 
 CONFIG = Path(__file__).resolve().parent.parent.parent / "configs" / "sim" / "rfabric_throughput.yaml"
 NICS, FLOWS_PER_NIC = 32_768, 8

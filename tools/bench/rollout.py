@@ -26,20 +26,20 @@ sys.path.insert(0, str(ROOT))
 
 import yaml  # noqa: E402
 
-from runtime.errors import ExitCode  # noqa: E402
-from runtime.launch.children import die_with_parent  # noqa: E402
+from rubato.runtime.errors import ExitCode  # noqa: E402
+from rubato.runtime.launch.children import die_with_parent  # noqa: E402
 from tools.bench.peers.lock_step import ENVIRONMENTS, GROUP, PARETO_SHAPE, TURNS, latency  # noqa: E402
 
 SIGMAS = (0.1, 0.3, 0.6, 1.0)
 GENERATION = 0.5
 """Of a turn, in units of μ: the scripted engine's fixed latency."""
 PEER = ROOT / "tools/bench/peers/lock_step.py"
-MANAGERS = {"batch": f"{PEER}:LockStepManager", "trajectory": "actors.envs.manager:EnvManager"}
+MANAGERS = {"batch": f"{PEER}:LockStepManager", "trajectory": "rubato.actors.envs.manager:EnvManager"}
 ROLES = {
-    "sample_buffer": "actors.samples.buffer:SampleBuffer",
-    "llm_proxy": "actors.proxy.proxy:LLMProxy",
-    "engine": "actors.engines.worker:EngineWorker",
-    "trainer": "actors.training.trainer:Trainer",
+    "sample_buffer": "rubato.actors.samples.buffer:SampleBuffer",
+    "llm_proxy": "rubato.actors.proxy.proxy:LLMProxy",
+    "engine": "rubato.actors.engines.worker:EngineWorker",
+    "trainer": "rubato.actors.training.trainer:Trainer",
 }
 ALPHA = 2
 """A rollout begins as soon as another ends: 64 groups may wait for training, beside those that run."""
@@ -61,12 +61,7 @@ def config(arm: str, sigma: float | None, *, mu_s: float, batches: int, model: P
         "run": {"name": f"rollout-{arm}", "seed": 1, "steps": WARM + batches + AFTER[arm]},
         "actors": {role: {"class": name} for role, name in (ROLES | {"env_manager": MANAGERS[arm]}).items()},
         "model": {"path": str(model)},
-        "env": {
-            "class": f"{PEER}:PacedSteps",
-            "kwargs": kwargs,
-            "isolation": "inline",
-            "concurrency": ENVIRONMENTS,
-        },
+        "env": {"class": f"{PEER}:PacedSteps", "kwargs": kwargs, "isolation": "inline", "concurrency": ENVIRONMENTS},
         "engine": {"kind": "scripted", "num_slots": ENVIRONMENTS, "scripted": {"token_s": GENERATION * mu_s}},
         "rollout": {"max_turns": TURNS, "max_new_tokens": 1},
         "staleness": {"alpha": ALPHA},
@@ -188,10 +183,7 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--no-tail", action="store_true", help="leave out the Pareto tail")
     parser.add_argument("--mu", type=float, default=0.4, metavar="S", help="mean of an environment's step, in seconds")
     parser.add_argument(
-        "--batches",
-        type=int,
-        default=2,
-        help="64 trajectories each, that are timed per point in lock step; twice as many of the other arm",
+        "--batches", type=int, default=2, help="64 trajectories each, that are timed per point in lock step; twice as many of the other arm"
     )
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="a PNG")
@@ -213,11 +205,8 @@ def arguments(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str]) -> int:
     """Measure, print, and write the figures and the plot where asked for."""
     asked = arguments(argv)
-    print(
-        f"Generation is a scripted engine's fixed latency, {GENERATION * asked.mu:g} s a turn: no hardware's.",
-        flush=True,
-    )
-    from actors.training.base_model import make
+    print(f"Generation is a scripted engine's fixed latency, {GENERATION * asked.mu:g} s a turn: no hardware's.", flush=True)
+    from rubato.actors.training.base_model import make
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # what runs is ended then too
     with tempfile.TemporaryDirectory(prefix="rubato-rollout-") as scratch:

@@ -28,11 +28,11 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from actors.engines.pace import MOST_OUTLASTED  # noqa: E402
-from actors.samples.sample import TRAINED  # noqa: E402
-from actors.training.base_model import make_tokenizer, write_tokenizer  # noqa: E402
-from runtime.launch.children import die_with_parent  # noqa: E402
-from sim.rollpacker.rollout import difficulty  # noqa: E402
+from rubato.actors.engines.pace import MOST_OUTLASTED  # noqa: E402
+from rubato.actors.samples.sample import TRAINED  # noqa: E402
+from rubato.actors.training.base_model import make_tokenizer, write_tokenizer  # noqa: E402
+from rubato.runtime.launch.children import die_with_parent  # noqa: E402
+from rubato.sim.rollpacker.rollout import difficulty  # noqa: E402
 from tools.bench.peers.long_tail import SHRINK, law  # noqa: E402
 
 STEPS, GROUPS, SIZE = 10, 16, 4
@@ -65,11 +65,11 @@ def job(arm: str, seed: int, folder: Path) -> dict[str, Any]:
     return {
         "run": {"name": f"tail-{arm}", "steps": STEPS, "seed": seed},
         "actors": {
-            "sample_buffer": {"class": "actors.samples.buffer:SampleBuffer"},
-            "llm_proxy": {"class": "actors.proxy.proxy:LLMProxy"},
+            "sample_buffer": {"class": "rubato.actors.samples.buffer:SampleBuffer"},
+            "llm_proxy": {"class": "rubato.actors.proxy.proxy:LLMProxy"},
             "engine": {"class": f"{peers}:LongTailEngine", "count": ENGINES},
-            "env_manager": {"class": "actors.envs.manager:EnvManager"},
-            "trainer": {"class": "actors.training.trainer:Trainer"},
+            "env_manager": {"class": "rubato.actors.envs.manager:EnvManager"},
+            "trainer": {"class": "rubato.actors.training.trainer:Trainer"},
         },
         "tasks": {"numbers": {
             "data": {"path": str(folder / "rows.jsonl"), "grader": f"{peers}:worth"}, "max_turns": 1, "max_new_tokens": most

@@ -25,10 +25,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from runtime.launch.children import die_with_parent  # noqa: E402
-from runtime.launch.connection import connect  # noqa: E402
-from runtime.observe.figures import cpu_seconds  # noqa: E402
-from runtime.registry import ActorRecord, list_actors  # noqa: E402
+from rubato.runtime.launch.children import die_with_parent  # noqa: E402
+from rubato.runtime.launch.connection import connect  # noqa: E402
+from rubato.runtime.observe.figures import cpu_seconds  # noqa: E402
+from rubato.runtime.registry import ActorRecord, list_actors  # noqa: E402
 
 CONCURRENCY = 192
 OVERRIDES = (
@@ -124,9 +124,7 @@ def rubato(seconds: float, overrides: Sequence[str]) -> dict[str, Any]:
         folder, said = Path(scratch) / "run", Path(scratch) / "said"
         command = ["tools/launch.py", "configs/quickstart.yaml", *OVERRIDES, *overrides, "--run-dir", str(folder)]
         with said.open("w") as out:
-            launcher = subprocess.Popen(
-                [sys.executable, *command], cwd=ROOT, stdout=out, stderr=out, preexec_fn=die_with_parent
-            )
+            launcher = subprocess.Popen([sys.executable, *command], cwd=ROOT, stdout=out, stderr=out, preexec_fn=die_with_parent)
         try:
             return asyncio.run(measure(folder, launcher, seconds))
         except TimeoutError:
@@ -163,14 +161,10 @@ def report(found: dict[str, Any]) -> None:
     if "by_role" in found:
         for role, us in sorted(found["by_role"].items(), key=lambda item: -item[1]):
             print(f"{role:18} {us:7.0f} µs a turn{'   (left out)' if role in LEFT_OUT else ''}")
-        print(
-            f"rubato, without {' and '.join(LEFT_OUT)}: {found['cpu_us_per_turn']:.0f} µs a turn, {found['turns_s']:.0f} turns/s"
-        )
+        print(f"rubato, without {' and '.join(LEFT_OUT)}: {found['cpu_us_per_turn']:.0f} µs a turn, {found['turns_s']:.0f} turns/s")
     if "http_cpu_us_per_turn" in found:
         us, server = found["http_cpu_us_per_turn"], found["http_server_us_per_turn"]
-        print(
-            f"openai over HTTP: {us:.0f} µs a turn, {server:.0f} of them the server's, {found['http_turns_s']:.0f} turns/s"
-        )
+        print(f"openai over HTTP: {us:.0f} µs a turn, {server:.0f} of them the server's, {found['http_turns_s']:.0f} turns/s")
     if "by_role" in found and "http_cpu_us_per_turn" in found:
         print(f"HTTP / rubato: {found['http_cpu_us_per_turn'] / found['cpu_us_per_turn']:.1f}")
 

@@ -28,9 +28,9 @@ sys.path.insert(0, str(ROOT))
 
 import yaml  # noqa: E402
 
-from actors.config import RolloutSection, TrainSection  # noqa: E402
-from runtime.errors import ExitCode  # noqa: E402
-from runtime.observe.trace import wall_s  # noqa: E402
+from rubato.actors.config import RolloutSection, TrainSection  # noqa: E402
+from rubato.runtime.errors import ExitCode  # noqa: E402
+from rubato.runtime.observe.trace import wall_s  # noqa: E402
 from tools.bench.short import NO_RESULT  # noqa: E402
 
 LATENCIES = ("0", "50ms", "tail")
@@ -256,11 +256,7 @@ def table(points: Iterable[Mapping[str, Any]]) -> str:
     head = ["", *(f"{p['latency']}: {side}" for p in found for side in ("Rubato", "TRL"))]
     lines = ["| " + " | ".join(head) + " |", "|---|" + "--:|" * 2 * len(found)]
     for key, name in COLUMNS.items():
-        cells = [
-            f"{p[side][key]:.2f}" if "reward" in key else f"{p[side][key]:.0f}"
-            for p in found
-            for side in ("rubato", "trl")
-        ]
+        cells = [f"{p[side][key]:.2f}" if "reward" in key else f"{p[side][key]:.0f}" for p in found for side in ("rubato", "trl")]
         lines.append("| " + " | ".join([name, *cells]) + " |")
     ratios = ", ".join(f"{p['latency']} {p['ratio']:.2f} ×" for p in found)
     return "\n".join([*lines, f"samples/s over TRL's: {ratios}"])
@@ -268,7 +264,7 @@ def table(points: Iterable[Mapping[str, Any]]) -> str:
 
 def make_model(scratch: Path, seed: int) -> None:
     """The quickstart's base model, which both sides start from."""
-    from actors.training.base_model import make
+    from rubato.actors.training.base_model import make
 
     make(scratch / f"model-{seed}", seed, lambda _what, _done: None)
 
@@ -308,8 +304,7 @@ def versions(python: str) -> dict[str, str]:
     found = subprocess.run([python, "-c", look], capture_output=True, text=True, check=False)
     if found.returncode:
         raise RuntimeError(
-            f"{python} has no trl. Run pip install -e '.[bench]' -c constraints.txt, or name an interpreter that has it "
-            "with --trl-python"
+            f"{python} has no trl. Run pip install -e '.[bench]' -c constraints.txt, or name an interpreter that has it with --trl-python"
         )
     return json.loads(found.stdout)
 
@@ -322,9 +317,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--latency", nargs="+", choices=LATENCIES, default=LATENCIES)
     parser.add_argument("--trl-python", default=sys.executable, help="interpreter that has trl")
     parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="without FILE in place of the table")
-    parser.add_argument(
-        "--short", action="store_true", help="three batches of Rubato's side: it starts, its rate says nothing"
-    )
+    parser.add_argument("--short", action="store_true", help="three batches of Rubato's side: it starts, its rate says nothing")
     asked = parser.parse_args(argv)
     if asked.runs < 1 or not 0 < asked.seconds < float("inf"):
         parser.error("--runs must be at least 1, and --seconds a finite number above 0")

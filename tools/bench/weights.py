@@ -26,10 +26,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from actors.training.base_model import CONFIG, make_tokenizer, write_tokenizer  # noqa: E402
-from runtime.blobs.blob import BlobInfo, MemoryBlobStore, digest_of  # noqa: E402
-from runtime.blobs.patches import patch, put_delta  # noqa: E402
-from runtime.errors import RubatoError  # noqa: E402
+from rubato.actors.training.base_model import CONFIG, make_tokenizer, write_tokenizer  # noqa: E402
+from rubato.runtime.blobs.blob import BlobInfo, digest_of  # noqa: E402
+from rubato.runtime.blobs.patches import patch, put_delta  # noqa: E402
+from rubato.runtime.errors import RubatoError  # noqa: E402
+from rubato.runtime.memory import MemoryBlobStore  # noqa: E402
 from tools.bench.short import NO_RESULT  # noqa: E402
 from tools.fabric_job import Job, Stuck  # noqa: E402
 from tools.fabric_namespaces import Racks, enter  # noqa: E402
@@ -55,9 +56,7 @@ def write_model(folder: Path, sizes: Mapping[str, Any]) -> Path:
     """An untrained Qwen3 in HF format; the quickstart's, but for `sizes`."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    Qwen3ForCausalLM(Qwen3Config(**{**CONFIG, **sizes}, vocab_size=make_tokenizer().get_vocab_size())).save_pretrained(
-        folder
-    )
+    Qwen3ForCausalLM(Qwen3Config(**{**CONFIG, **sizes}, vocab_size=make_tokenizer().get_vocab_size())).save_pretrained(folder)
     write_tokenizer(folder)
     return folder
 
@@ -65,15 +64,15 @@ def write_model(folder: Path, sizes: Mapping[str, Any]) -> Path:
 def write_config(folder: Path, sizes: Mapping[str, Any] = SIZES) -> Path:
     """The job, as a file."""
     roles = {
-        "sample_buffer": "actors.samples.buffer:SampleBuffer", "llm_proxy": "actors.proxy.proxy:LLMProxy",
-        "engine": "actors.engines.worker:EngineWorker", "env_manager": "actors.envs.manager:EnvManager",
-        "reward_service": "actors.rewards.service:RewardService", "trainer": "actors.training.trainer:Trainer",
+        "sample_buffer": "rubato.actors.samples.buffer:SampleBuffer", "llm_proxy": "rubato.actors.proxy.proxy:LLMProxy",
+        "engine": "rubato.actors.engines.worker:EngineWorker", "env_manager": "rubato.actors.envs.manager:EnvManager",
+        "reward_service": "rubato.actors.rewards.service:RewardService", "trainer": "rubato.actors.training.trainer:Trainer",
     }  # fmt: skip
     config = {
         "run": {"name": "weights", "seed": 1, "steps": 10_000},
         "actors": {role: {"class": name} for role, name in roles.items()},
         "model": {"path": str(write_model(folder / "model", sizes)), "device": "cpu", "torch_threads": 1},
-        "env": {"class": "actors.envs.frozen_lake:FrozenLakeText", "concurrency": 8, "isolation": "inline"},
+        "env": {"class": "rubato.actors.envs.frozen_lake:FrozenLakeText", "concurrency": 8, "isolation": "inline"},
         "engine": {"num_slots": 8},
         "rollout": {"max_turns": 2, "max_new_tokens": 32},
         "reward": {"functions": [f"{Path(__file__).resolve()}:reward"]},
@@ -96,9 +95,7 @@ def over_the_link(folder: Path, mbps: float, versions: int, sizes: Mapping[str, 
         racks.make(mbps)
         job = Job(write_config(folder, sizes), (), racks, folder, stack)
         job.start(HOSTS, 8)
-        job.until(
-            lambda: len(job.events("away", "engine-*", "weights_swapped")) >= WARM + versions, f"{versions} pulls"
-        )
+        job.until(lambda: len(job.events("away", "engine-*", "weights_swapped")) >= WARM + versions, f"{versions} pulls")
         job.stop()
         rows = job.rows()
         found = {name: engine_figures(job, name) for name in HOSTS}
@@ -161,26 +158,17 @@ async def delta_figures(old: bytes, new: bytes) -> dict[str, float]:
     await patch(blobs, info, (await blobs.get("w.delta", 2))[1], memoryview(memory))
     applied = time.perf_counter() - made
     assert memory == new
-    return {
-        "changed_frac": changed,
-        "bytes_frac": delta.size_bytes / len(new),
-        "make_s": made - began,
-        "apply_s": applied,
-    }
+    return {"changed_frac": changed, "bytes_frac": delta.size_bytes / len(new), "make_s": made - began, "apply_s": applied}
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        "weights", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser("weights", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mbps", type=float, default=1000.0, help="of the link between the hosts")
     parser.add_argument("--versions", type=int, default=20, help="that count")
     parser.add_argument("--deltas", action="store_true", help="how much changes from one version to the next, instead")
     parser.add_argument("--run-dir", type=Path, help="a new folder for the run; a temporary one by default")
     parser.add_argument("--json", action="store_true", help="print JSON alone")
-    parser.add_argument(
-        "--short", action="store_true", help="one version of a small model: it starts, its figures say nothing"
-    )
+    parser.add_argument("--short", action="store_true", help="one version of a small model: it starts, its figures say nothing")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)  # the namespaces are there
     args = parser.parse_args(argv)
     try:

@@ -7,18 +7,9 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from actors.report.transcripts.reading import (
-    EVAL,
-    Filters,
-    FoundSamples,
-    SampleRow,
-    decoder,
-    find,
-    group_or_trajectory,
-    sample_of,
-)
-from actors.report.transcripts.writing import summary, table, whole, width_of
-from runtime.errors import ExitCode
+from rubato.actors.report.transcripts.reading import EVAL, Filters, FoundSamples, SampleRow, decoder, find, group_or_trajectory, sample_of
+from rubato.actors.report.transcripts.writing import summary, table, whole, width_of
+from rubato.runtime.errors import ExitCode
 
 SHOWN = 20
 """Lines without `-n`: a screen."""
@@ -52,18 +43,11 @@ def main(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        "rubato samples",
-        description="Show what the model wrote: one line for each trajectory that the run keeps, or some of them whole.",
+        "rubato samples", description="Show what the model wrote: one line for each trajectory that the run keeps, or some of them whole."
     )
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of the run, whether it runs, has ended or was killed")
     parser.add_argument(
-        "run", type=Path, metavar="RUN", help="folder of the run, whether it runs, has ended or was killed"
-    )
-    parser.add_argument(
-        "name",
-        nargs="?",
-        default="",
-        metavar="ID",
-        help="show this trajectory turn by turn, or all of this group: g12.3, g12",
+        "name", nargs="?", default="", metavar="ID", help="show this trajectory turn by turn, or all of this group: g12.3, g12"
     )
     parser.add_argument("--step", type=int, help="trained in this step; of held-out ones the version")
     parser.add_argument("--fate", default="", help="trained, zero_spread, stale, failed, …, eval")
@@ -74,9 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     order.add_argument("--best", action="store_true", help="those with the highest reward")
     order.add_argument("--worst", action="store_true", help="those with the lowest reward")
     parser.add_argument("-n", type=int, default=SHOWN, help=f"how many (default {SHOWN}, the newest)")
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object a line; without -n all that are kept"
-    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object a line; without -n all that are kept")
     parser.set_defaults(n=None)
     return parser
 

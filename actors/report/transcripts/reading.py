@@ -12,13 +12,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from actors.checkpoints import checkpoint as checkpoints
-from actors.messages.samples import Segment, Trajectory
-from actors.samples.parts import read_lines
-from actors.samples.run_files import read_kept
-from runtime.config.variables import fill_tree
-from runtime.config.yaml_core import read_yaml
-from runtime.errors import LaunchError
+from rubato.actors.checkpoints import checkpoint as checkpoints
+from rubato.actors.messages.samples import Segment, Trajectory
+from rubato.actors.samples.run_files import read_kept, read_lines
+from rubato.runtime.config.source import fill_tree
+from rubato.runtime.config.yaml_core import read_yaml
+from rubato.runtime.errors import LaunchError
 
 UNDER_WAY = ""
 """Fate of a sample that has none yet: its group still runs, waits, or is in a step that no checkpoint covers."""
@@ -38,7 +37,7 @@ class SampleTurn(msgspec.Struct, frozen=True):
     tokens: int
     """Sampled in this turn."""
     finish_reason: str
-    """`stop`, or `length` where the turn was cut at its limit; empty where nobody said."""
+    """`stop`, or `length` where the turn was cut at its limit; empty where it is not on record."""
     versions: dict[int, int]
     """Sampled tokens by the weight version that sampled them, in order."""
 

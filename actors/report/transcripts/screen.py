@@ -10,10 +10,10 @@ from textual.containers import VerticalScroll
 from textual.screen import Screen
 from textual.widgets import DataTable, Static
 
-from actors.report.transcripts.command import choose
-from actors.report.transcripts.reading import Decode, Filters, FoundSamples, SampleRow, decoder, find, sample_of
-from actors.report.transcripts.writing import cells, columns, heads, summary, whole
-from runtime.errors import RubatoError
+from rubato.actors.report.transcripts.command import choose
+from rubato.actors.report.transcripts.reading import Decode, Filters, FoundSamples, SampleRow, decoder, find, sample_of
+from rubato.actors.report.transcripts.writing import cells, columns, heads, summary, whole
+from rubato.runtime.errors import RubatoError
 
 SHOWN = 200
 """Rows of the table."""
@@ -51,9 +51,7 @@ class SamplesScreen(Screen[None]):
         yield DataTable[Text](id="samples", cursor_type="row", cell_padding=1)
         with VerticalScroll(id="whole"):
             yield Static("", id="sample", markup=False)
-        yield Static(
-            "up/down select · tab other panel · o order · e training/held out · r read again · Esc back", id="help"
-        )
+        yield Static("up/down select · tab other panel · o order · e training/held out · r read again · Esc back", id="help")
 
     def on_mount(self) -> None:
         self._table().focus()

@@ -7,13 +7,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from actors.report.transcripts.reading import FoundSamples, Sample, SampleTurn
+from rubato.actors.report.transcripts.reading import FoundSamples, Sample, SampleTurn
 
 MOST_SCORES, WIDE = 4, 110
 """Columns of scores, and the width of screen that has room for them beside the text."""
 
 MOST_WHY = 60
-"""Characters of why a rollout failed, before what it wrote; the whole is told of one trajectory."""
+"""Characters of why a rollout failed, before what it wrote; the whole is shown of one trajectory."""
 
 STOP, CUT = "⏹", "…"
 """How a turn ended: at a stop token, or at its limit."""
@@ -112,7 +112,7 @@ def facts(sample: Sample) -> str:
 
 
 def width_of(console: Console) -> int:
-    """Of a terminal its own; a pipe gets enough for the text to be read, for nobody's lines break there."""
+    """A terminal's own width; a pipe gets enough for the text to be read, since lines do not break there."""
     return console.width if console.is_terminal else max(console.width, 160)
 
 

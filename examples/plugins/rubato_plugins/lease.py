@@ -10,8 +10,8 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from actors.cluster.lease import TRAINING, AlwaysHeld, Held
-from runtime.actor import Actor
+from rubato.actors.cluster.lease import TRAINING, AlwaysHeld, Held
+from rubato.runtime.actor import Actor
 
 
 class Turn(Held):

@@ -6,10 +6,10 @@ rubato launch CONFIG proxy.picker=rubato_plugins.picker:NewestWeights
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from actors.proxy.picker import LeastLoaded
+from rubato.actors.proxy.picker import LeastLoaded
 
 if TYPE_CHECKING:
-    from actors.proxy.placement import EngineSeat, ProxyRequest
+    from rubato.actors.proxy.placement import EngineSeat, ProxyRequest
 
 
 class NewestWeights(LeastLoaded):

@@ -11,10 +11,10 @@ import shlex
 import sys
 from pathlib import Path
 
-from runtime.config import Config
-from runtime.launch.children import die_with_parent
-from runtime.launch.here import LocalHost
-from runtime.launch.placer import HostSpec, JoinCommand, NotPlaced
+from rubato.runtime.config import Config
+from rubato.runtime.launch.children import die_with_parent
+from rubato.runtime.launch.here import LocalHost
+from rubato.runtime.launch.placer import HostSpec, JoinCommand, NotPlaced
 
 
 class Prefixed:

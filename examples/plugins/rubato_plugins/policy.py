@@ -3,8 +3,8 @@
 rubato launch CONFIG samples.policy=[rubato_plugins.policy:Mastered]
 """
 
-from actors.samples.group import Group
-from actors.samples.policy import Ending, PolicyPlugin
+from rubato.actors.samples.group import Group
+from rubato.actors.samples.policy import Ending, PolicyPlugin
 
 MASTERED = 0.95
 """Mean reward from which on a group is left out."""

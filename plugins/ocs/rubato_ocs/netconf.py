@@ -13,7 +13,7 @@ from typing import TypeVar
 from urllib.parse import urlsplit
 from xml.etree import ElementTree as ET
 
-from actors.fabric.driver import (
+from rubato.actors.fabric.driver import (
     BadAnswer,
     BadCredentials,
     FabricError,
@@ -26,8 +26,8 @@ from actors.fabric.driver import (
     SwitchUnreachable,
     check,
 )
-from actors.fabric.section import FabricSection
-from planning.circuits import Cross
+from rubato.actors.fabric.section import FabricSection
+from rubato.planning.circuits import Cross
 
 OCS = "http://www.polatis.com/yang/optical-switch"
 BASE = "urn:ietf:params:xml:ns:netconf:base:1.0"
@@ -44,9 +44,7 @@ AnswerT = TypeVar("AnswerT")
 
 def driver(section: FabricSection) -> OcsDriver:
     """The switch at `switch_url`, through ssh."""
-    return NetconfDriver(
-        NetconfSession(ssh(section.switch_url), timeout_s=section.switch_timeout_s), section.capabilities
-    )
+    return NetconfDriver(NetconfSession(ssh(section.switch_url), timeout_s=section.switch_timeout_s), section.capabilities)
 
 
 def ssh(url: str) -> tuple[str, ...]:
@@ -220,9 +218,7 @@ class NetconfDriver:
         await self._session.close()
 
     def _pair(self, cross: Cross, operation: str) -> str:
-        ends = (
-            f"<ingress>{cross.ingress + 1}</ingress><egress>{cross.egress + 1 + self.capabilities.num_ports}</egress>"
-        )
+        ends = f"<ingress>{cross.ingress + 1}</ingress><egress>{cross.egress + 1 + self.capabilities.num_ports}</egress>"
         return f'<pair nc:operation="{operation}">{ends}</pair>'
 
     def _cross(self, pair: ET.Element) -> Cross:

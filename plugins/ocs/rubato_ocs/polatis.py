@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from actors.fabric.connect import restconf
-from actors.fabric.driver import BadAnswer, OcsDriver, PartlyApplied, SwitchCapabilities, SwitchState, check
-from actors.fabric.restconf import Restconf
-from actors.fabric.section import FabricSection
-from planning.circuits import Cross
+from rubato.actors.fabric.connect import restconf
+from rubato.actors.fabric.driver import BadAnswer, OcsDriver, PartlyApplied, SwitchCapabilities, SwitchState, check
+from rubato.actors.fabric.restconf import Restconf
+from rubato.actors.fabric.section import FabricSection
+from rubato.planning.circuits import Cross
 
 
 def driver(section: FabricSection) -> OcsDriver:
@@ -39,9 +39,7 @@ class PolatisDriver:
         await self._client.send("PUT", PAIRS, {"optical-switch:cross-connects": {"pair": listed}})
         kept = set((await self.read()).circuits)
         if kept != wanted:
-            raise PartlyApplied(
-                f"of {len(wanted)} pairs the switch lists {len(kept & wanted)}, and {len(kept - wanted)} others"
-            )
+            raise PartlyApplied(f"of {len(wanted)} pairs the switch lists {len(kept & wanted)}, and {len(kept - wanted)} others")
 
 
 def pairs(body: Any, num_ports: int) -> list[Cross]:

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from actors.messages.engines import GENERATION
-from bus.errors import NotSent
-from runtime.actor import RunInfo
-from runtime.observe.figures import Metrics, Waits
-from runtime.observe.log import logger
-from runtime.observe.trace import Trace
-from runtime.registry import NODE
-from runtime.store.store import MemoryStore
+from rubato.actors.messages.generation import GENERATION
+from rubato.bus.errors import NotSent
+from rubato.runtime.actor import RunInfo
+from rubato.runtime.memory import MemoryStore
+from rubato.runtime.observe.figures import Metrics, Waits
+from rubato.runtime.observe.log import logger
+from rubato.runtime.observe.trace import Trace
+from rubato.runtime.registry import NODE
 
 
 class JumpingLoop(asyncio.SelectorEventLoop):

@@ -2,18 +2,8 @@ import socket
 
 import pytest
 
-from bus.address import (
-    IPC_PATH_BYTES,
-    Address,
-    bare,
-    bind_listener,
-    check_free,
-    host_port,
-    is_loopback,
-    parse,
-    spelt,
-)
-from bus.errors import BadAddress
+from rubato.bus.address import IPC_PATH_BYTES, Address, bare, bind_listener, check_free, host_port, is_loopback, parse, spelt
+from rubato.bus.errors import BadAddress
 
 
 @pytest.mark.parametrize(
@@ -126,9 +116,7 @@ def test_a_host_and_its_port_are_told_apart_and_spelt_together_again(text, host,
     assert bare(spelt(host)) == host
 
 
-@pytest.mark.parametrize(
-    "text", ["9108", "host", "::1:9108", "[::1]", "[::1]:", "[::1]:65536", "[::1]x:1", "[a]:1", "a:b", ""]
-)
+@pytest.mark.parametrize("text", ["9108", "host", "::1:9108", "[::1]", "[::1]:", "[::1]:65536", "[::1]x:1", "[a]:1", "a:b", ""])
 def test_what_names_no_host_with_a_port_is_refused(text):
     with pytest.raises(BadAddress, match=r"must be a host and a port, like 127\.0\.0\.1:7788 or \[::1\]:7788"):
         host_port(text)

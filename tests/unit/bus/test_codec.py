@@ -1,7 +1,7 @@
 import msgspec
 import pytest
 
-from bus.codec import (
+from rubato.bus.codec import (
     ARRAY_BESIDE,
     BUFFER_BESIDE,
     CHUNK_BYTES,
@@ -17,9 +17,9 @@ from bus.codec import (
     encode_body,
     join,
 )
-from bus.errors import BadFrame
-from bus.link import FULL_BYTES, Outbox
-from bus.message import Array, Buffer, Message
+from rubato.bus.errors import BadFrame
+from rubato.bus.link import FULL_BYTES, Outbox
+from rubato.bus.message import Array, Buffer, Message
 
 
 class Weights(Message, frozen=True):

@@ -1,4 +1,4 @@
-from bus.link import REGRANT_BYTES, REGRANT_MESSAGES, WINDOW_BYTES, WINDOW_MESSAGES, Account, Grants
+from rubato.bus.link import REGRANT_BYTES, REGRANT_MESSAGES, WINDOW_BYTES, WINDOW_MESSAGES, Account, Grants
 
 
 def test_a_sender_starts_with_a_window_of_1024_messages_and_4_mib():

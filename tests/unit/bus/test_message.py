@@ -4,8 +4,8 @@ import sys
 import numpy
 import pytest
 
-from bus.errors import BadFrame
-from bus.message import ITEM_BYTES, Array, Buffer, pack_i32, unpack_f32, unpack_i32, unpack_u8
+from rubato.bus.errors import BadFrame
+from rubato.bus.message import ITEM_BYTES, Array, Buffer, pack_i32, unpack_f32, unpack_i32, unpack_u8
 
 
 @pytest.mark.parametrize("dtype", sorted(ITEM_BYTES))
@@ -118,6 +118,6 @@ def test_a_token_id_that_does_not_fit_is_refused():
 
 
 def test_the_bus_imports_without_numpy():
-    code = "import sys, bus.codec, bus.transport; sys.exit('numpy' in sys.modules)"
+    code = "import sys, rubato.bus.codec, rubato.bus.transport; sys.exit('numpy' in sys.modules)"
 
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

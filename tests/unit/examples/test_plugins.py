@@ -4,17 +4,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from actors.messages.generation import Generate, Sampling
-from actors.proxy.picker import PickerHost
-from actors.samples.policy import Ending, PlainPolicy, PolicyPlugin
-from actors.training.engine import TrainError
-from actors.training.hooks import TrainedStep
-from planning.engine_info import EngineInfo, WeightsId, WeightsNeed
-from planning.routing import EngineView
+from rubato.actors.messages.generation import Generate, Sampling
+from rubato.actors.proxy.picker import PickerHost
+from rubato.actors.samples.policy import Ending, PlainPolicy, PolicyPlugin
+from rubato.actors.training.engine import TrainError
+from rubato.actors.training.hooks import TrainedStep
+from rubato.planning.engine_info import EngineInfo, WeightsId, WeightsNeed
+from rubato.planning.routing import EngineView
+from rubato.runtime.observe.figures import Metrics
 from rubato_plugins.hook import GradientGuard
 from rubato_plugins.picker import NewestWeights
 from rubato_plugins.policy import Mastered
-from runtime.observe.figures import Metrics
 
 
 def group_of(*rewards):

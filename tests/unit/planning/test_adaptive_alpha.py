@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from planning.adaptive_alpha import LEAST_ESS, REST, WINDOW, AlphaBounds, StepFigures, adapt, begin
+from rubato.planning.adaptive_alpha import LEAST_ESS, REST, WINDOW, AlphaBounds, StepFigures, adapt, begin
 
 BOUNDS = AlphaBounds(0, 8)
 BUSY = StepFigures(seconds=10.0, samples=64, waited_s=0.0, rollout_idle=0.0, spare=False, age=1.0)

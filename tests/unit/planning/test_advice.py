@@ -4,20 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from planning.advice import AdviceView, advise, what_if
+from rubato.planning.advice import AdviceView, advise, what_if
 
 ROLLOUTS_FIRST = AdviceView(
-    step_s=2.0,
-    waited_s=1.8,
-    train_s=0.1,
-    alpha=1,
-    batch=16,
-    rollout_s=1.0,
-    env_share=0.2,
-    engines=2,
-    slots=64,
-    managers=1,
-    room=64,
+    step_s=2.0, waited_s=1.8, train_s=0.1, alpha=1, batch=16, rollout_s=1.0, env_share=0.2, engines=2, slots=64, managers=1, room=64
 )
 """8 rollouts in flight on average, 32 slots of the sample buffer, nobody saturated: alpha is what holds it up."""
 
@@ -58,9 +48,7 @@ def test_workers_that_idle_are_not_asked_for():
 
 
 def test_more_workers_than_managers_have_are_told_for_each_manager():
-    view = replace(
-        ROLLOUTS_FIRST, rollout_s=2.0, env_share=0.9, env_workers=4, managers=2, batch=32, room=64, slots=256
-    )
+    view = replace(ROLLOUTS_FIRST, rollout_s=2.0, env_share=0.9, env_workers=4, managers=2, batch=32, room=64, slots=256)
 
     assert first(view)[:3] == ("env_workers", 2, 4)
 

@@ -4,11 +4,12 @@ import random
 
 import pytest
 
-from actors import catalog
-from planning.affinity import HardwareClass, TaskProfile, plan
-from planning.binding import Binding, TaskProfiles, measured, planned
-from planning.roofline import Deployment, Roofline
-from planning.step_cost import StepCost, StepSums, fit
+from rubato.actors import catalog
+from rubato.planning.affinity import HardwareClass, TaskProfile, plan
+from rubato.planning.binding import Binding, TaskProfiles, measured, planned
+from rubato.planning.roofline import Deployment, Roofline
+from rubato.planning.step_cost import StepCost, fit
+from rubato.planning.step_sums import StepSums
 
 COMPUTE = StepCost(prefill_s=3e-5, step_s=7e-3, token_s=0.0, context_s=6e-8)
 BANDWIDTH = StepCost(prefill_s=2e-4, step_s=6e-3, token_s=0.0, context_s=5e-8)

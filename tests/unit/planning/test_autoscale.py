@@ -1,6 +1,6 @@
 """How many workers a pool should have."""
 
-from planning.autoscale import PoolBounds, PoolLoad, PoolMeter, WorkersWanted, autoscale
+from rubato.planning.autoscale import PoolBounds, PoolLoad, PoolMeter, WorkersWanted, autoscale
 
 NONE = WorkersWanted(0, "")
 BOUNDS = PoolBounds(0, 8)

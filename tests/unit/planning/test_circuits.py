@@ -2,8 +2,8 @@
 
 import pytest
 
-from planning.circuits import Cross, FabricSnapshot, Verdict, materialise, plan
-from planning.topology import template
+from rubato.planning.circuits import Cross, FabricSnapshot, Verdict, materialise, plan
+from rubato.planning.topology import template
 
 NAMES = ("a", "b", "c", "d")
 

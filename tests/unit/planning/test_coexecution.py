@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from planning.coexecution import (
+from rubato.planning.coexecution import (
     EFFICIENCY,
     CoexecutionGroup,
     JobProfile,
@@ -18,8 +18,8 @@ from planning.coexecution import (
     place,
     saturated,
 )
-from planning.regrouping import regroup, settled
-from planning.round_robin import PhasedJob, StepTimes, slowdowns
+from rubato.planning.regrouping import regroup, settled
+from rubato.planning.round_robin import PhasedJob, StepTimes, slowdowns
 
 ROOT = Path(__file__).resolve().parents[3]
 GB = 1e9
@@ -193,7 +193,7 @@ def test_what_a_decision_looks_at_grows_with_the_number_of_groups_alone(monkeypa
         looks.append(1)
         return slowdowns(*args, **rest)
 
-    monkeypatch.setattr("planning.coexecution.slowdowns", counted)
+    monkeypatch.setattr("rubato.planning.coexecution.slowdowns", counted)
     seen = tuple(StepTimes(0.0, 200.0 if i % 2 else 20.0, 20.0) for i in range(16))
     held = [job(f"a{i}", 200, 20, slo=1.0, seen=seen) for i in range(64)]
     alone = [CoexecutionGroup(i, (0,), 1, (PinnedJob(each, (0,)),)) for i, each in enumerate(held)]
@@ -222,9 +222,7 @@ def test_a_job_waits_where_nothing_is_free():
     found = place(job("c"), groups, tiny)
 
     assert found.group is None
-    assert found.why == (
-        "job c waits: no group has room, and 0 rollout and 0 training nodes are free of the 1 and 1 that it needs"
-    )
+    assert found.why == ("job c waits: no group has room, and 0 rollout and 0 training nodes are free of the 1 and 1 that it needs")
     assert admit(groups, job("c"), found) == groups
 
 
@@ -277,8 +275,7 @@ def test_what_departures_leave_is_put_together_where_that_pays():
 
 def test_a_move_that_costs_more_than_it_saves_is_not_made():
     slow = tuple(
-        group._replace(jobs=tuple(p._replace(job=p.job._replace(cold_s=40000.0, slo=9.0)) for p in group.jobs))
-        for group in two_halves()
+        group._replace(jobs=tuple(p._replace(job=p.job._replace(cold_s=40000.0, slo=9.0)) for p in group.jobs)) for group in two_halves()
     )
 
     found = regroup(slow, 1, HOURS, CLUSTER)
@@ -289,10 +286,7 @@ def test_a_move_that_costs_more_than_it_saves_is_not_made():
 
 
 def test_a_cold_start_counts_against_the_bound_of_what_is_left():
-    groups = tuple(
-        group._replace(jobs=tuple(p._replace(job=p.job._replace(cold_s=600.0)) for p in group.jobs))
-        for group in two_halves()
-    )
+    groups = tuple(group._replace(jobs=tuple(p._replace(job=p.job._replace(cold_s=600.0)) for p in group.jobs)) for group in two_halves())
 
     assert regroup(groups, 1, HOURS, CLUSTER).moves
     assert not regroup(groups, 1, dict.fromkeys(HOURS, 1000.0), CLUSTER).moves

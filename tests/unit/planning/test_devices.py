@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planning.devices import HostResources, ProcessNeeds, ProcessPlace, place
+from rubato.planning.devices import HostResources, ProcessNeeds, ProcessPlace, place
 
 HOST = HostResources(frozenset({"h20"}), tuple("01234567"), tuple(range(16)))
 

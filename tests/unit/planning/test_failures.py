@@ -1,6 +1,6 @@
 """When attempts fail so often that no further one can be expected to succeed."""
 
-from planning.failures import FIRST, MAX_SHARE, RECENT, is_hopeless
+from rubato.planning.failures import FIRST, MAX_SHARE, RECENT, is_hopeless
 
 
 def test_it_is_too_early_to_judge_the_first_attempts():

@@ -5,8 +5,8 @@ from random import Random
 
 import pytest
 
-from planning.forecast import Forecast, Over, Seen, fit, past
-from sim.admission.job import distributions
+from rubato.planning.forecast import Forecast, Over, Seen, fit, past
+from rubato.sim.admission.job import distributions
 
 QUANTILES = (0.1, 0.25, 0.5, 0.8, 0.9, 0.95)
 CURVES = distributions()
@@ -155,12 +155,7 @@ def test_time_in_environments_counts_and_quantiles_of_the_whole_hold():
 
     def trajectory() -> Seen:
         turns = 1 + int(chance.expovariate(0.25))
-        return Seen(
-            "swe",
-            "",
-            sum(draw("7B-4k", chance) for _ in range(turns)),
-            sum(chance.expovariate(0.5) for _ in range(turns)),
-        )
+        return Seen("swe", "", sum(draw("7B-4k", chance) for _ in range(turns)), sum(chance.expovariate(0.5) for _ in range(turns)))
 
     forecast = fit(past([[trajectory() for _ in range(256)] for _ in range(8)], tokens_s=50), tokens_s=50)
     finals = [trajectory() for _ in range(2000)]

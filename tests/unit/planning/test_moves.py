@@ -1,6 +1,6 @@
 """With its cache or without: whichever is there sooner."""
 
-from planning.moves import FEW, TRANSFERS, Rate, Transfer, carry
+from rubato.planning.moves import FEW, TRANSFERS, Rate, Transfer, carry
 
 REQUEST = Transfer(1000, 999, 100_000.0, 1e9, 5000.0)
 

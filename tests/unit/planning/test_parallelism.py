@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from planning.makespan import Instance, Load, finish_s
-from planning.parallelism import coming, divisions, within
-from planning.rebalance import rebalance
-from planning.roofline import Deployment, Roofline
+from rubato.planning.makespan import Instance, Load, finish_s
+from rubato.planning.parallelism import coming, divisions, within
+from rubato.planning.rebalance import rebalance
+from rubato.planning.roofline import Deployment, Roofline
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 GPU = yaml.safe_load((CONFIGS / "hardware/h800.yaml").read_text())
@@ -86,8 +86,7 @@ def test_a_long_tail_is_merged_and_the_reason_names_gain_and_cost():
     assert change.old == ("engine-0", "engine-1", "engine-2", "engine-3")
     assert change.degree == 8
     assert change.why == (
-        "merge engine-0 + engine-1 + engine-2 + engine-3 into degree 8: "
-        f"saves {change.saves_s:.1f} s of tail, costs {change.costs_s:.1f} s"
+        f"merge engine-0 + engine-1 + engine-2 + engine-3 into degree 8: saves {change.saves_s:.1f} s of tail, costs {change.costs_s:.1f} s"
     )
     assert plan.after_s == pytest.approx(plan.before_s - change.saves_s + change.costs_s)
 

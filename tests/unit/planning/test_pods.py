@@ -2,8 +2,8 @@
 
 from collections import Counter
 
-from planning.pods import plan_pods
-from planning.topology import reserve
+from rubato.planning.pods import plan_pods
+from rubato.planning.topology import reserve
 
 PODS = [0, 0, 0, 0, 1, 1, 1, 1]
 

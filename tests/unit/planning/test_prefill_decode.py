@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planning.prefill_decode import MIN_GAIN, Stage, balance, throughput
+from rubato.planning.prefill_decode import MIN_GAIN, Stage, balance, throughput
 
 works = st.floats(0.0, 1e3)
 nums = st.integers(1, 16)
@@ -18,10 +18,7 @@ def settled(num_prefill, num_decode, prefill_s, decode_s, rounds=40):
     for _ in range(rounds):
         at, total = seen[-1], num_prefill + num_decode
         slow_prefill = at / max(prefill_s, 1e-9) < (total - at) / max(decode_s, 1e-9)
-        plan = balance(
-            Stage(at, prefill_s, 1.0 if slow_prefill else 0.0),
-            Stage(total - at, decode_s, 0.0 if slow_prefill else 1.0),
-        )
+        plan = balance(Stage(at, prefill_s, 1.0 if slow_prefill else 0.0), Stage(total - at, decode_s, 0.0 if slow_prefill else 1.0))
         seen.append(plan.num_prefill)
     return seen
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from planning.multihop import one_hop
-from planning.relay import demands, plan, ring_sources
+from rubato.planning.multihop import one_hop
+from rubato.planning.relay import demands, plan, ring_sources
 
 HOSTS = tuple(f"node-{n}" for n in range(1, 7))
 

@@ -1,7 +1,7 @@
 """Which engine takes a request, by example."""
 
-from planning.engine_info import EngineInfo, WeightsId, WeightsNeed
-from planning.routing import EngineView, Wait, capacity, choose
+from rubato.planning.engine_info import EngineInfo, WeightsId, WeightsNeed
+from rubato.planning.routing import EngineView, Wait, capacity, choose
 
 
 def engine(name, in_flight=0, *, num_slots=8, version=0, suspended=False, resting=False, held=False, asleep=False):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from planning.staleness import OLDEST, AdmissionView, SupplyView, admit, hand_over, is_stale, min_version
+from rubato.planning.staleness import OLDEST, AdmissionView, SupplyView, admit, hand_over, is_stale, min_version
 
 
 def admission(**given):

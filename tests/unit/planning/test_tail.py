@@ -5,20 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from planning.prompts import Epochs, shuffled
-from planning.tail import (
-    TailRound,
-    TailRules,
-    TailState,
-    begin,
-    close,
-    drop,
-    reopen,
-    replace,
-    resumed,
-    train,
-    trainable,
-)
+from rubato.planning.prompts import Epochs, shuffled
+from rubato.planning.tail import TailRound, TailRules, TailState, begin, close, drop, reopen, replace, resumed, train, trainable
 
 RULES = st.builds(
     TailRules,
@@ -78,9 +66,7 @@ def test_every_row_is_trained_once_per_epoch(rules: TailRules, rows: int, epochs
 
 
 @given(RULES, st.integers(1, 40), st.integers(0, 1000), st.integers(1, 5))
-def test_another_prompt_takes_the_place_of_each_that_cannot_be_trained(
-    rules: TailRules, total: int, seed: int, failures: int
-) -> None:
+def test_another_prompt_takes_the_place_of_each_that_cannot_be_trained(rules: TailRules, total: int, seed: int, failures: int) -> None:
     chance, state, trained, failed = Random(seed), TailState(total), list[int](), list[int]()
     while True:
         state, _ = begin(state, rules)

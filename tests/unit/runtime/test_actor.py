@@ -2,14 +2,13 @@ from pathlib import Path
 
 import pytest
 
-from bus.link import Identity
-from bus.message import Ack, Message, Request
-from bus.transport import MemoryNetwork, MemoryTransport
-from runtime.actor import OWN, Actor, RunInfo, handler
-from runtime.blobs.blob import MemoryBlobStore
-from runtime.kernel import Kernel
-from runtime.observe.log import logger
-from runtime.store.store import MemoryStore
+from rubato.bus.link import Identity
+from rubato.bus.memory import MemoryNetwork, MemoryTransport
+from rubato.bus.message import Ack, Message, Request
+from rubato.runtime.actor import OWN, Actor, RunInfo, handler
+from rubato.runtime.kernel import Kernel
+from rubato.runtime.memory import MemoryBlobStore, MemoryStore
+from rubato.runtime.observe.log import logger
 
 
 class Ping(Request[Ack], frozen=True):

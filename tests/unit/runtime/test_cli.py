@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from runtime.cli import COMMANDS, guarded, main
-from runtime.errors import LaunchError, RubatoError
+from rubato.runtime.cli import COMMANDS, guarded, main
+from rubato.runtime.errors import LaunchError, RubatoError
 
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
 
@@ -21,7 +21,7 @@ def test_help_lists_every_command(capsys):
 
 def test_help_imports_nothing_heavy():
     code = (
-        "import sys; from runtime.cli import main; main(['--help']);"
+        "import sys; from rubato.runtime.cli import main; main(['--help']);"
         "sys.exit(sum(name in sys.modules for name in ('pydantic', 'structlog', 'zmq', 'numpy', 'torch', 'asyncio')))"
     )
 
@@ -73,12 +73,10 @@ def test_a_missing_config_is_refused_by_launch(capsys):
     assert "configs/none.yaml does not exist" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "shell", ["exec {command} >&-", "exec {command} >/dev/full", "PYTHONIOENCODING=ascii exec {command}"]
-)
+@pytest.mark.parametrize("shell", ["exec {command} >&-", "exec {command} >/dev/full", "PYTHONIOENCODING=ascii exec {command}"])
 @pytest.mark.parametrize("arguments", ["--help", f"launch {QUICKSTART} --dry-run"])
 def test_an_output_that_can_not_be_written_is_no_traceback(shell, arguments):
-    command = f"{sys.executable} -m runtime.cli {arguments}"
+    command = f"{sys.executable} -m rubato.runtime.cli {arguments}"
 
     ended = subprocess.run(["sh", "-c", shell.format(command=command)], capture_output=True, text=True, check=False)
 

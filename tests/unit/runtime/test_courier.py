@@ -8,17 +8,17 @@ from typing import ClassVar
 import msgspec
 import pytest
 
-from bus.codec import Envelope, EnvelopeKind, decode_body, encode_body
-from bus.errors import BadFrame, NotSent, Unknown
-from bus.link import WINDOW_MESSAGES, Peer
-from bus.message import Message, Request
-from bus.transport import Delivery
-from runtime.actor import Actor, handler
-from runtime.courier import Courier, Ref, current_deadline
-from runtime.dispatch import NOBODY, Dispatcher
-from runtime.observe.figures import Waits
-from runtime.observe.log import logger
-from runtime.registry import ActorRecord
+from rubato.bus.codec import Envelope, EnvelopeKind, decode_body, encode_body
+from rubato.bus.errors import BadFrame, NotSent, Unknown
+from rubato.bus.link import WINDOW_MESSAGES, Peer
+from rubato.bus.message import Message, Request
+from rubato.bus.transport import Delivery
+from rubato.runtime.actor import Actor, handler
+from rubato.runtime.courier import Courier, Ref, current_deadline
+from rubato.runtime.dispatch import NO_PEER, Dispatcher
+from rubato.runtime.observe.figures import Waits
+from rubato.runtime.observe.log import logger
+from rubato.runtime.registry import ActorRecord
 
 
 class Counted(Message, frozen=True):
@@ -129,7 +129,7 @@ async def test_an_idempotent_request_that_comes_again_runs_again_and_answers_who
         await settle()
 
     assert (actor.num, dispatcher.handled) == (2, 2)
-    assert posted.replies() == [(NOBODY, 1, 1), (b"\0two", 2, 2)]
+    assert posted.replies() == [(NO_PEER, 1, 1), (b"\0two", 2, 2)]
 
 
 @pytest.mark.parametrize("leave", ["forget", "cancel"])
@@ -149,7 +149,7 @@ async def test_a_run_whose_asker_went_away_is_cancelled_and_the_retry_has_its_ow
     assert posted.replies() == [(b"\0two", 2, 2)]
 
 
-@pytest.mark.parametrize("late", [b"\0one", NOBODY])
+@pytest.mark.parametrize("late", [b"\0one", NO_PEER])
 async def test_an_old_attempt_that_comes_behind_the_new_one_does_not_take_its_reply(late):
     async with dispatching() as (dispatcher, posted, actor):
         dispatcher.arrived(asked(CountSlowly(), b"\0two", 2))
@@ -217,10 +217,7 @@ async def test_what_fails_in_a_future_or_before_there_is_one_fails_the_ask():
         await settle()
 
     found = [(envelope.kind, msgspec.msgpack.decode(envelope.body)) for _, envelope in posted.sent]
-    assert found == [
-        (EnvelopeKind.ERROR, "counter-1: ValueError: not today"),
-        (EnvelopeKind.ERROR, "counter-1: ValueError: not now"),
-    ]
+    assert found == [(EnvelopeKind.ERROR, "counter-1: ValueError: not today"), (EnvelopeKind.ERROR, "counter-1: ValueError: not now")]
 
 
 async def test_a_handler_after_one_that_returned_a_future_has_its_own_deadline():

@@ -4,15 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from runtime import doctor
-from runtime.doctor import DISTRIBUTION, Finding
+from rubato.runtime import doctor
+from rubato.runtime.doctor import DISTRIBUTION, Finding
 
 HOME = Path("/site-packages")
 TOGETHER = dict.fromkeys(doctor.PACKAGES, HOME)
 
 
 def test_packages_in_one_folder_are_fine():
-    assert doctor.judge_packages(TOGETHER, {name: [DISTRIBUTION] for name in TOGETHER}).verdict == "ok"
+    assert doctor.judge_packages(TOGETHER, {"rubato": [DISTRIBUTION]}).verdict == "ok"
 
 
 def test_packages_from_two_folders_are_refused():
@@ -21,18 +21,15 @@ def test_packages_from_two_folders_are_refused():
     assert found == Finding("fail", "bus comes from /elsewhere, the others from /site-packages")
 
 
-def test_another_distribution_with_our_names_is_refused():
-    found = doctor.judge_packages(TOGETHER, {"runtime": [DISTRIBUTION, "runtime-stubs"]})
+def test_another_distribution_with_our_name_is_refused():
+    found = doctor.judge_packages(TOGETHER, {"rubato": [DISTRIBUTION, "rubato-stubs"]})
 
     assert found.verdict == "fail"
-    assert found.detail.startswith("runtime-stubs brings packages of our names")
+    assert found.detail.startswith("rubato-stubs brings a package of our name")
 
 
 def test_a_missing_package_is_named():
-    assert (
-        "planning can't be imported"
-        in doctor.judge_packages({k: v for k, v in TOGETHER.items() if k != "planning"}, {}).detail
-    )
+    assert "planning can't be imported" in doctor.judge_packages({k: v for k, v in TOGETHER.items() if k != "planning"}, {}).detail
 
 
 def test_this_installation_holds_together():

@@ -3,8 +3,8 @@
 import asyncio
 from contextlib import asynccontextmanager
 
-from runtime.errors import ActorFailed
-from runtime.host import Death, Ending, JobHost, RestartBudget
+from rubato.runtime.errors import ActorFailed
+from rubato.runtime.host import Death, Ending, JobHost, RestartBudget
 from tests.virtual import virtual
 
 
@@ -40,6 +40,7 @@ class Scripted:
         self.running: dict[str, asyncio.Event] = {}
         self.refuse = ""
         self.ending = Ending("exit 1", "it broke")
+        self.stopped = False
 
     async def start(self, name: str) -> "Instance":
         if self.refuse:
@@ -63,7 +64,7 @@ class Instance:
         self._over.set()
 
     def is_stopped(self) -> bool:
-        return False
+        return self._backend.stopped
 
     async def ended(self) -> Ending:
         await self._over.wait()
@@ -163,3 +164,20 @@ async def test_a_restart_costs_no_budget_and_a_drain_ends_the_pause_before_one()
 
     assert backend.starts == ["engine-1"] * 2
     assert [(death.ending.how, death.restart_in_s) for death in deaths] == [("restart", 0.0), ("exit 1", 30.0)]
+
+
+@virtual
+async def test_what_is_held_still_is_killed_where_it_is_to_be_restarted():
+    backend = Scripted()
+    async with hosting(backend) as (host, deaths):
+        host.start("engine-1", RestartBudget(1, 60.0))
+        await asyncio.sleep(1.0)
+        backend.stopped = True
+        await host.restart("engine-1", 25.0)
+        backend.stopped = False
+        await asyncio.sleep(1.0)
+        await host.drain("engine-1", 25.0)
+
+    assert backend.said == ["kill engine-1", "drain engine-1"]
+    assert backend.starts == ["engine-1"] * 2
+    assert [death.expected for death in deaths] == [True, True]

@@ -8,27 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from runtime.actor import Actor
-from runtime.errors import ConfigError, LaunchError
-from runtime.importer import (
-    OURS,
-    VARIABLE,
-    KeptCode,
-    LoadError,
-    absolute,
-    find_module,
-    keep,
-    load_class,
-    load_configured,
-    load_object,
-    pack,
-    unpack,
-    use,
-)
+from rubato.runtime.actor import Actor
+from rubato.runtime.code_search import find_module
+from rubato.runtime.errors import ConfigError, LaunchError
+from rubato.runtime.importer import OURS, VARIABLE, KeptCode, LoadError, absolute, load_class, load_configured, load_object, use
+from rubato.runtime.kept_code import keep, pack, unpack
 
 
 def test_a_module_path_loads_its_object():
-    assert load_class("runtime.actor:Actor", Actor) is Actor
+    assert load_class("rubato.runtime.actor:Actor", Actor) is Actor
 
 
 def test_a_file_path_loads_and_its_folder_goes_to_the_end_of_the_path(tmp_path):
@@ -44,10 +32,11 @@ def test_a_file_path_loads_and_its_folder_goes_to_the_end_of_the_path(tmp_path):
 @pytest.mark.parametrize(
     ("target", "said"),
     [
-        ("runtime.actor", "is not of the form package.module:Name"),
+        ("rubato.runtime.actor", "is not of the form package.module:Name"),
         ("no_such_thing.at_all:X", "there is no module no_such_thing"),
-        ("runtime.actor:Actro", "Did you mean Actor?"),
+        ("rubato.runtime.actor:Actro", "Did you mean Actor?"),
         ("nowhere.py:X", "there is no file"),
+        ("runtime.actor:Actor", "is called rubato.runtime.actor:Actor now"),
     ],
 )
 def test_a_path_that_leads_nowhere_names_the_key(target, said):
@@ -68,9 +57,7 @@ def test_a_module_that_raises_is_a_config_error_with_its_reason(tmp_path):
 def test_a_file_is_loaded_once_and_may_import_its_neighbours(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "rubato_test_neighbour.py").write_text("VALUE = 4\n")
-    (tmp_path / "mine.py").write_text(
-        "import rubato_test_neighbour\nclass Env:\n    value = rubato_test_neighbour.VALUE\n"
-    )
+    (tmp_path / "mine.py").write_text("import rubato_test_neighbour\nclass Env:\n    value = rubato_test_neighbour.VALUE\n")
 
     first, second = (load_object(f"{tmp_path}/mine.py:Env") for _ in range(2))
 
@@ -132,8 +119,7 @@ def test_a_module_that_is_nowhere_is_told_without_importing(target, words):
 
 
 @pytest.mark.parametrize(
-    "target",
-    ["json:loads", "json.decoder:JSONDecoder", "email:message", f"{__file__}:test_a_module_path_loads_its_object"],
+    "target", ["json:loads", "json.decoder:JSONDecoder", "email:message", f"{__file__}:test_a_module_path_loads_its_object"]
 )
 def test_a_module_that_is_somewhere_is_found(target):
     find_module(target)
@@ -298,7 +284,7 @@ def test_a_joining_host_gets_what_is_kept_and_nothing_outside(mine, tmp_path):
 
 
 def test_a_library_is_no_user_code(tmp_path, monkeypatch):
-    monkeypatch.setattr("runtime.importer.MOST_FILES", 3)
+    monkeypatch.setattr("rubato.runtime.kept_code.MOST_FILES", 3)
     (tmp_path / "kept_lib").mkdir()
     for number in range(5):
         (tmp_path / "kept_lib" / f"m{number}.py").touch()
@@ -319,6 +305,6 @@ def test_paths_of_code_become_whole_and_other_values_stay(mine, monkeypatch):
 
 def test_a_launch_from_a_checkout_of_ours_keeps_nothing_of_ours(mine, tmp_path, monkeypatch):
     monkeypatch.chdir(OURS)
-    keep(tmp_path / "code", {"class": "actors.samples.buffer:SampleBuffer", "env": f"{mine}/kept_helper.py:VALUE"})
+    keep(tmp_path / "code", {"class": "rubato.actors.samples.buffer:SampleBuffer", "env": f"{mine}/kept_helper.py:VALUE"})
 
     assert files_in(tmp_path / "code") == ["mine/kept_helper.py"]

@@ -4,10 +4,10 @@ import os
 
 import pytest
 
-from planning.devices import HostResources
-from runtime.config import ActorSpec
-from runtime.errors import ConfigError
-from runtime.places import HostPlaces, this_host
+from rubato.planning.devices import HostResources
+from rubato.runtime.config import ActorSpec
+from rubato.runtime.errors import ConfigError
+from rubato.runtime.places import HostPlaces, this_host
 
 HOST = HostResources(frozenset({"h20"}), tuple("01234567"), tuple(range(16)))
 
@@ -90,8 +90,7 @@ def test_pools_share_one_host_at_launch():
 
 
 @pytest.mark.parametrize(
-    ("visible", "devices"),
-    [("0,1", ("0", "1")), ("GPU-a, GPU-b", ("GPU-a", "GPU-b")), ("", ()), ("-1", ()), ("2,-1,3", ("2",))],
+    ("visible", "devices"), [("0,1", ("0", "1")), ("GPU-a, GPU-b", ("GPU-a", "GPU-b")), ("", ()), ("-1", ()), ("2,-1,3", ("2",))]
 )
 def test_the_gpus_of_a_host_are_those_that_the_launcher_sees(visible, devices, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)

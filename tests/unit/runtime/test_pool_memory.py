@@ -2,7 +2,7 @@
 
 import pytest
 
-from runtime.pool.memory import has_room, left_bytes, own_bytes
+from rubato.runtime.pool.pool import has_room, left_bytes, own_bytes
 
 MIB = 1 << 20
 

@@ -3,10 +3,10 @@ import asyncio
 import msgspec
 import pytest
 
-from runtime.registry import LEASE_TTL_S, LOOK_S, ActorRecord, Directory, Registry
-from runtime.store.errors import StoreFull
-from runtime.store.store import MemoryStore
-from sim.virtual import run_virtual
+from rubato.runtime.memory import MemoryStore
+from rubato.runtime.registry import LEASE_TTL_S, LOOK_S, ActorRecord, Directory, Registry
+from rubato.runtime.store.store import StoreFull
+from rubato.sim.virtual import run_virtual
 
 
 def record(name: str, incarnation: int, *, beat: int = 0, role: str = "engine") -> ActorRecord:

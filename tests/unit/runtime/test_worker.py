@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.pool.worker import text_of
+from rubato.runtime.pool.values import text_of
 
 
 @pytest.mark.parametrize(

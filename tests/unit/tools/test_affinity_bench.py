@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from runtime.config import from_mapping
+from rubato.runtime.config.compose import from_mapping
 from tools.bench import affinity as bench
 from tools.bench.peers.changing_places import LONG, SHORT, ChangingPlaces
 
@@ -68,9 +68,7 @@ def test_tasks_of_one_class_can_not_show_a_swap():
 
 
 @pytest.mark.parametrize(("steps", "outlasted", "code"), [(3, 0.02, 0), (4, 0.0, 1), (None, 0.0, 1), (1, 0.03, 1)])
-def test_a_swap_fails_where_the_map_follows_late_or_the_pace_was_outlasted(
-    monkeypatch, tmp_path, steps, outlasted, code
-):
+def test_a_swap_fails_where_the_map_follows_late_or_the_pace_was_outlasted(monkeypatch, tmp_path, steps, outlasted, code):
     async def follow(after, overrides):
         return bench.Followed(after, steps, [1.0], ["so"], outlasted)
 

@@ -23,7 +23,7 @@ def place(tmp_path, monkeypatch):
     return tmp_path
 
 
-IDLE = "actors.reward_service={class: 'actors.rewards.service:RewardService', count: 0}"
+IDLE = "actors.reward_service={class: 'rubato.actors.rewards.service:RewardService', count: 0}"
 
 MISTAKES = [
     pytest.param(["--kinds", "foo"], "--kinds: 'foo' is no kind. Kinds are kill, stop, restart.", id="unknown kind"),

@@ -14,14 +14,14 @@ def test_a_sample_that_was_trained_in_the_same_step_with_another_reward_is_anoth
 def test_processes_are_told_apart_by_the_launcher_that_they_are_below(tmp_path):
     lab = Lab(tmp_path, 10, ())
     lines = [
-        (2, 1, "python -m runtime.cli launch cluster.yaml"),
-        (3, 2, f"python -m runtime.node {lab.folder} scheduler-1"),
-        (4, 3, f"python -m actors.cluster.job {lab.run_of('b')} cluster.job=b"),
-        (5, 4, f"python -m runtime.node {lab.run_of('b')} env_manager-2"),
-        (6, 5, "python -m runtime.pool.worker"),
+        (2, 1, "python -m rubato.runtime.cli launch cluster.yaml"),
+        (3, 2, f"python -m rubato.runtime.node {lab.folder} scheduler-1"),
+        (4, 3, f"python -m rubato.actors.cluster.job {lab.run_of('b')} cluster.job=b"),
+        (5, 4, f"python -m rubato.runtime.node {lab.run_of('b')} env_manager-2"),
+        (6, 5, "python -m rubato.runtime.pool.worker"),
         (7, 4, "/usr/bin/redis-server unixsocket:/tmp/x"),
         (8, 2, "/usr/bin/redis-server unixsocket:/tmp/y"),
-        (9, 1, "python -m runtime.cli cluster start"),
+        (9, 1, "python -m rubato.runtime.cli cluster start"),
     ]
     tree = {pid: Process(pid, parent, "S", line.split()) for pid, parent, line in lines}
 

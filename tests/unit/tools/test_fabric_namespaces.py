@@ -84,10 +84,7 @@ def test_the_command_goes_on_inside_with_its_own_words(tools, tmp_path):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (
-            [],
-            "no test-bed: the kernel gives this user no namespaces (unshare: unshare failed: Operation not permitted)",
-        ),
+        ([], "no test-bed: the kernel gives this user no namespaces (unshare: unshare failed: Operation not permitted)"),
         (["--run-dir", "/run/rubato"], "/run/rubato is in /run, which is hidden from the test-bed"),
         (["--json", "/run/found.json"], "/run/found.json is in /run, which is hidden from the test-bed"),
         (["--json", "/proc/found.json"], "--json /proc/found.json can't be written: "),

@@ -4,10 +4,10 @@ from itertools import pairwise
 
 import pytest
 
-from actors.cluster.board import HeldTime
-from actors.engines.pace import deployment_of
-from actors.engines.section import PaceSection
-from planning.roofline import Roofline
+from rubato.actors.cluster.board import HeldTime
+from rubato.actors.engines.pace import deployment_of
+from rubato.actors.engines.section import PaceSection
+from rubato.planning.roofline import Roofline
 from tools.bench.multiplexing import BESIDE, CASES, EVEN, PACE, ROWS, SCALE, WARM_START, _seen, simulated
 from tools.bench.peers.phase_gantt import draw, durations, worst_deviation
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from actors.engines.pace import MOST_OUTLASTED
-from runtime.config import from_mapping
+from rubato.actors.engines.pace import MOST_OUTLASTED
+from rubato.runtime.config.compose import from_mapping
 from tools.bench import prefill_decode as bench
 
 

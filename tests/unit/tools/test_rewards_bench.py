@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from actors.engines.pace import deployment_of
-from actors.engines.section import PaceSection
-from planning.roofline import Roofline
+from rubato.actors.engines.pace import deployment_of
+from rubato.actors.engines.section import PaceSection
+from rubato.planning.roofline import Roofline
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -8,8 +8,8 @@ from itertools import count
 import pytest
 import yaml
 
-from actors.envs.section import EnvSection
-from runtime.config import load
+from rubato.actors.envs.section import EnvSection
+from rubato.runtime.config.compose import load
 from tools.bench import rollout
 from tools.bench.peers import lock_step
 from tools.bench.peers.lock_step import ENVIRONMENTS, TURNS, LockStepEnv, LockStepHost, PacedSteps, latency

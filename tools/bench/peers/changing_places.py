@@ -4,8 +4,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from actors.engines.worker import EngineWorker
-from actors.scripted.engine import ScriptedEngine, ScriptedSequence
+from rubato.actors.engines.worker import EngineWorker
+from rubato.actors.scripted.engine import ScriptedEngine, ScriptedSequence
 from tools.bench.peers.shown_text import ShownText
 
 LONG, SHORT = 2400, 32

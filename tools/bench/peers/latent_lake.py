@@ -6,7 +6,7 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-from actors.envs.frozen_lake import FrozenLakeText
+from rubato.actors.envs.frozen_lake import FrozenLakeText
 
 TAIL_MEDIAN_S, TAIL_SLOW_S, TAIL_SLOW_SHARE = 0.010, 1.0, 0.02
 

@@ -25,14 +25,11 @@ Call = Callable[[], Awaitable[object]]
 def latency(samples_ns: list[int]) -> Figures:
     """p50 and p99 of round trips, in µs."""
     ordered = sorted(samples_ns)
-    return {
-        "rtt_p50_us": ordered[len(ordered) // 2] / 1e3,
-        "rtt_p99_us": ordered[len(ordered) * 99 // 100] / 1e3,
-    }
+    return {"rtt_p50_us": ordered[len(ordered) // 2] / 1e3, "rtt_p99_us": ordered[len(ordered) * 99 // 100] / 1e3}
 
 
 class Cpu:
-    """CPU time of processes, all threads: what a message costs, whoever else uses the machine."""
+    """CPU time of processes, all threads: the cost of a message, whatever else runs on the machine."""
 
     def __init__(self, *pids: int) -> None:
         self._pids = pids

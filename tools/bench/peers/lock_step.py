@@ -5,12 +5,12 @@ import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from actors.envs.environment import Observation, Step
-from actors.envs.hosting import EnvHost, HostedEnv
-from actors.envs.manager import EnvManager
-from actors.envs.section import EnvSection
-from actors.messages.samples import Purpose
-from runtime.kernel import Kernel
+from rubato.actors.envs.environment import Observation, Step
+from rubato.actors.envs.hosting import EnvHost, HostedEnv
+from rubato.actors.envs.manager import EnvManager
+from rubato.actors.envs.section import EnvSection
+from rubato.actors.messages.samples import Purpose
+from rubato.runtime.kernel import Kernel
 
 TURNS, ENVIRONMENTS, GROUP = 15, 64, 2
 PARETO_SHAPE, PARETO_MOST = 2.0, 20.0
@@ -60,9 +60,7 @@ class LockStepManager(EnvManager):
 
     def _hosts_of(self) -> dict[str, EnvHost]:
         tasks = self._tasks.items()
-        return {
-            name: LockStepHost(task.env, turn=self._turn, on_output=self._output, task=name) for name, task in tasks
-        }
+        return {name: LockStepHost(task.env, turn=self._turn, on_output=self._output, task=name) for name, task in tasks}
 
 
 class LockStepHost(EnvHost):

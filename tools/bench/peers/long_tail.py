@@ -10,10 +10,10 @@ from typing import Any
 
 import yaml
 
-from actors.engines.worker import EngineWorker
-from actors.scripted.engine import ScriptedEngine, ScriptedSequence
-from actors.training.base_model import make_tokenizer
-from sim.rollpacker.rollout import LengthModel
+from rubato.actors.engines.worker import EngineWorker
+from rubato.actors.scripted.engine import ScriptedEngine, ScriptedSequence
+from rubato.actors.training.base_model import make_tokenizer
+from rubato.sim.rollpacker.rollout import LengthModel
 
 SHRINK = 16
 """Responses are so many times shorter than the law's: a host of few cores samples their tokens one by one."""

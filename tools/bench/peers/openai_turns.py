@@ -18,8 +18,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from actors.envs.frozen_lake import ACTIONS, FrozenLakeText
-from runtime.observe.figures import cpu_seconds
+from rubato.actors.envs.frozen_lake import ACTIONS, FrozenLakeText
+from rubato.runtime.observe.figures import cpu_seconds
 
 MAX_TURNS = 14
 WORDS = tuple(ACTIONS)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
-from actors.cluster.board import HeldTime
+from rubato.actors.cluster.board import HeldTime
 
 Held = Mapping[str, Sequence[HeldTime]]
 """By pool."""
@@ -41,9 +41,7 @@ def draw(cases: Mapping[str, tuple[Held, Held]], target: Path) -> None:
             start, end = first[2], first[min(2 + 2 * SHOWN, len(first) - 1)]
             for lane, times in enumerate(held.values()):
                 for job, began_s, ended_s in times:
-                    axes.barh(
-                        lane, ended_s - began_s, left=began_s - start, color=f"C{jobs.index(job)}", edgecolor="white"
-                    )
+                    axes.barh(lane, ended_s - began_s, left=began_s - start, color=f"C{jobs.index(job)}", edgecolor="white")
             axes.set_xlim(0, end - start)
             axes.set_yticks(range(len(held)), list(held))
             axes.set_title(f"{name} · {side}", fontsize=9)

@@ -23,19 +23,18 @@ import msgspec
 import uvloop
 from load import PAYLOAD, WARM_UP, Cpu, Figures, now_ns, rate, report, requests, round_trips
 
-from bus.keys import Keys, new_keys
-from bus.link import Identity
-from bus.message import Message, Request
-from bus.zmq import ZmqTransport
-from runtime.actor import Actor, RunInfo, handler
-from runtime.blobs.blob import MemoryBlobStore
-from runtime.config import ActorConfig
-from runtime.courier import Ref, current_trace
-from runtime.kernel import Kernel
-from runtime.messages import Drain
-from runtime.observe.log import logger
-from runtime.registry import LEASE_TTL_S, ActorRecord, MembershipEvent, list_actors
-from runtime.store.store import MemoryStore
+from rubato.bus.keys import Keys, new_keys
+from rubato.bus.link import Identity
+from rubato.bus.message import Message, Request
+from rubato.bus.zmq import ZmqTransport
+from rubato.runtime.actor import Actor, RunInfo, handler
+from rubato.runtime.config import ActorConfig
+from rubato.runtime.courier import Ref, current_trace
+from rubato.runtime.kernel import Kernel
+from rubato.runtime.memory import MemoryBlobStore, MemoryStore
+from rubato.runtime.messages import Drain
+from rubato.runtime.observe.log import logger
+from rubato.runtime.registry import LEASE_TTL_S, ActorRecord, MembershipEvent, list_actors
 
 ROUND_TRIPS, REQUESTS, MESSAGES, BULKS = 5_000, 60_000, 200_000, 10
 TIMEOUT_S = 30.0
@@ -113,9 +112,7 @@ async def _serve(folder: Path, address: str, tell: Connection) -> None:
 async def pair(folder: Path, scheme: str) -> AsyncGenerator[Ref]:
     """A reference to a receiver in another process, held by a sender in this one."""
     ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(
-        target=serve, args=(str(folder), _address(folder, scheme, "receiver"), theirs)
-    )
+    process = multiprocessing.get_context("spawn").Process(target=serve, args=(str(folder), _address(folder, scheme, "receiver"), theirs))
     process.start()
     record = msgspec.msgpack.decode(await asyncio.to_thread(ours.recv_bytes), type=ActorRecord)
     store = MemoryStore()

@@ -16,12 +16,12 @@ import uvloop
 from load import IN_FLIGHT, PAYLOAD, Figures, now_ns, rate, report
 from rubato_actors import TIMEOUT_S, Generate, serve
 
-from bus.link import Identity
-from bus.zmq import ZmqTransport
-from runtime.courier import Courier, Ref, current_trace
-from runtime.messages import Drain
-from runtime.observe.figures import Waits
-from runtime.registry import ActorRecord, Directory
+from rubato.bus.link import Identity
+from rubato.bus.zmq import ZmqTransport
+from rubato.runtime.courier import Courier, Ref, current_trace
+from rubato.runtime.messages import Drain
+from rubato.runtime.observe.figures import Waits
+from rubato.runtime.registry import ActorRecord, Directory
 
 REQUESTS = 60_000
 
@@ -30,9 +30,7 @@ async def measure(folder: Path, peers: int) -> Figures:
     """Requests/s with 256 in flight over `peers` connections, and the p99 of one request among them."""
     current_trace.set(os.urandom(16))
     ours, theirs = multiprocessing.Pipe()
-    receiver = multiprocessing.get_context("spawn").Process(
-        target=serve, args=(str(folder), f"ipc://{folder}/receiver", theirs)
-    )
+    receiver = multiprocessing.get_context("spawn").Process(target=serve, args=(str(folder), f"ipc://{folder}/receiver", theirs))
     receiver.start()
     record = msgspec.msgpack.decode(await asyncio.to_thread(ours.recv_bytes), type=ActorRecord)
     async with AsyncExitStack() as stack, asyncio.TaskGroup() as tasks:

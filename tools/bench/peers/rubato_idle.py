@@ -1,6 +1,6 @@
 """An actor process that does nothing: how soon it is ready after it was started, and what memory it holds then.
 
-It imports what `runtime.node` imports. Its store is in its own memory, so the time to open a connection to Redis is not in the figure.
+It imports what `rubato.runtime.node` imports. Its store is in its own memory, so the time to open a connection to Redis is not in the figure.
 """
 
 import argparse
@@ -22,15 +22,14 @@ SETTLED_S = 1.5
 
 async def serve(folder: Path) -> None:
     """The idle process itself."""
-    import runtime.node  # noqa: F401 - its imports are what an actor process holds
-    from bus.link import Identity
-    from bus.zmq import ZmqTransport
-    from runtime.actor import Actor, RunInfo
-    from runtime.blobs.blob import MemoryBlobStore
-    from runtime.config import ActorConfig
-    from runtime.kernel import Kernel
-    from runtime.observe.log import logger
-    from runtime.store.store import MemoryStore
+    import rubato.runtime.node  # noqa: F401 - its imports are what an actor process holds
+    from rubato.bus.link import Identity
+    from rubato.bus.zmq import ZmqTransport
+    from rubato.runtime.actor import Actor, RunInfo
+    from rubato.runtime.config import ActorConfig
+    from rubato.runtime.kernel import Kernel
+    from rubato.runtime.memory import MemoryBlobStore, MemoryStore
+    from rubato.runtime.observe.log import logger
 
     kernel = Kernel(
         Actor,

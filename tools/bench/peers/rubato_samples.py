@@ -17,20 +17,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 import uvloop
 from load import Figures, now_ns, rate, report
 
-from actors.config import StalenessSection, TrainSection
-from actors.messages.generation import VersionSpan
-from actors.messages.samples import Admit, Advance, Batch, Claim, Commit, DrawEpoch, Put, Segment, Ticket, Trajectory
-from actors.samples.buffer import SampleBuffer
-from bus.link import Identity
-from bus.zmq import ZmqTransport
-from runtime.actor import Actor, RunInfo
-from runtime.blobs.blob import MemoryBlobStore
-from runtime.config import ActorConfig
-from runtime.courier import Ref
-from runtime.kernel import Kernel
-from runtime.observe.log import logger
-from runtime.store.embedded import EmbeddedRedis
-from runtime.store.redis import RedisStore
+from rubato.actors.config import StalenessSection, TrainSection
+from rubato.actors.messages.generation import VersionSpan
+from rubato.actors.messages.samples import Admit, Advance, Batch, Claim, Commit, DrawEpoch, Put, Segment, Ticket, Trajectory
+from rubato.actors.samples.buffer import SampleBuffer
+from rubato.bus.link import Identity
+from rubato.bus.zmq import ZmqTransport
+from rubato.runtime.actor import Actor, RunInfo
+from rubato.runtime.config import ActorConfig
+from rubato.runtime.courier import Ref
+from rubato.runtime.kernel import Kernel
+from rubato.runtime.memory import MemoryBlobStore
+from rubato.runtime.observe.log import logger
+from rubato.runtime.store.embedded import EmbeddedRedis
+from rubato.runtime.store.redis import RedisStore
 
 STEPS, BATCH_GROUPS, GROUP = 32, 8, 8
 SAMPLES = STEPS * BATCH_GROUPS * GROUP
@@ -48,8 +48,7 @@ class Manager(Actor):
 def serve(folder: str, url: str) -> None:
     """The buffer's process; ends when it is told to."""
     config = SampleBuffer.Config(
-        staleness=StalenessSection(alpha=STEPS - 1),
-        train=TrainSection(batch_groups=BATCH_GROUPS, group_size=GROUP),
+        staleness=StalenessSection(alpha=STEPS - 1), train=TrainSection(batch_groups=BATCH_GROUPS, group_size=GROUP)
     )
     store = RedisStore(url, "bench")
 
@@ -59,9 +58,7 @@ def serve(folder: str, url: str) -> None:
     uvloop.run(kernel())
 
 
-def _kernel(
-    actor: type[Actor], config: ActorConfig, name: str, incarnation: int, folder: Path, store: RedisStore
-) -> Kernel:
+def _kernel(actor: type[Actor], config: ActorConfig, name: str, incarnation: int, folder: Path, store: RedisStore) -> Kernel:
     return Kernel(
         actor,
         config,
@@ -132,14 +129,7 @@ async def _claim(ref: Ref) -> float:
 
 def _trajectory(ticket: Ticket) -> Trajectory:
     segment = Segment(tokens=_TOKENS, mask=_MASK, logprobs=_LOGPROBS, spans=(VersionSpan(ticket.version, 1, TOKENS),))
-    return Trajectory(
-        ticket=ticket,
-        segments=(segment,),
-        reward=1.0,
-        turns=3,
-        truncated=False,
-        wall_s=0.25,
-    )
+    return Trajectory(ticket=ticket, segments=(segment,), reward=1.0, turns=3, truncated=False, wall_s=0.25)
 
 
 _TOKENS = array("i", range(TOKENS)).tobytes()

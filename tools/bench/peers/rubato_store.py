@@ -14,9 +14,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 import uvloop
 from load import Figures, now_ns, rate, report
 
-from runtime.store.embedded import EmbeddedRedis
-from runtime.store.redis import RedisStore
-from runtime.store.store import Append, Fence, WriteNumber
+from rubato.runtime.store.embedded import EmbeddedRedis
+from rubato.runtime.store.redis import RedisStore
+from rubato.runtime.store.store import Append, Fence, WriteNumber
 
 SAMPLE_BYTES = 16 * 1024
 CALLERS = 32

@@ -3,7 +3,7 @@
 import random
 from typing import Any
 
-from actors.training.reversing_model import SYMBOLS
+from rubato.actors.training.reversing_model import SYMBOLS
 
 
 class ShownText:

@@ -3,14 +3,14 @@
 import asyncio
 from typing import ClassVar
 
-from actors.messages.orchestration import Surveyed
-from actors.orchestrator.fleet import servers
-from actors.orchestrator.lengths import Lengths
-from actors.orchestrator.orchestrator import Orchestrator
-from actors.orchestrator.switches import Shape, as_step
-from bus.message import Ack, Request
-from planning.parallelism import StepPlan
-from runtime.actor import handler
+from rubato.actors.messages.orchestration import Surveyed
+from rubato.actors.orchestrator.fleet import servers
+from rubato.actors.orchestrator.lengths import Lengths
+from rubato.actors.orchestrator.orchestrator import Orchestrator
+from rubato.actors.orchestrator.switches import Shape, as_step
+from rubato.bus.message import Ack, Request
+from rubato.planning.parallelism import StepPlan
+from rubato.runtime.actor import handler
 
 
 class SetArm(Request[Ack], frozen=True):

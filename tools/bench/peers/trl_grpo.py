@@ -26,10 +26,10 @@ from torch.optim.lr_scheduler import LambdaLR  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402  # pyright: ignore[reportMissingImports] - of the peer
 
-from actors.envs.chat import ChatRenderer  # noqa: E402
-from actors.rewards.functions import malformed_penalty  # noqa: E402
-from bus.message import unpack_i32  # noqa: E402
-from runtime.observe.trace import wall_s  # noqa: E402
+from rubato.actors.envs.chat import ChatRenderer  # noqa: E402
+from rubato.actors.rewards.functions import malformed_penalty  # noqa: E402
+from rubato.bus.message import unpack_i32  # noqa: E402
+from rubato.runtime.observe.trace import wall_s  # noqa: E402
 
 
 class Rollouts:
@@ -127,10 +127,7 @@ class Context:
         self._mask_BT = mask_BT if first else torch.cat([self._mask_BT, mask_BT], dim=1)
         with torch.no_grad():
             found = self._trainer.model.generate(
-                self._ids_BT,
-                attention_mask=self._mask_BT,
-                past_key_values=self._cache,
-                generation_config=self._config,
+                self._ids_BT, attention_mask=self._mask_BT, past_key_values=self._cache, generation_config=self._config
             )
         self._cache = found.past_key_values
         return found.sequences[:, self._ids_BT.shape[1] :].tolist()
@@ -142,9 +139,7 @@ class Context:
         self._cache.batch_select_indices(index)
 
 
-def score(
-    completions: list[str], env_reward: list[float], turns: list[int], invalid_turns: list[int], **_: Any
-) -> list[float]:
+def score(completions: list[str], env_reward: list[float], turns: list[int], invalid_turns: list[int], **_: Any) -> list[float]:
     """Reward function of GRPOTrainer: what the quickstart's adds up to."""
     found = malformed_penalty(completions, turns, invalid_turns)
     Row.turns = sum(turns) / len(turns)
@@ -202,9 +197,7 @@ def trainer_of(given: SimpleNamespace) -> GRPOTrainer:
     """On the quickstart's model, with its optimiser and schedule; each prompt is the seed of a map."""
     train = given.train
     model = AutoModelForCausalLM.from_pretrained(given.model, dtype=torch.float32, attn_implementation="sdpa")
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=train.lr, betas=tuple(train.betas), weight_decay=train.weight_decay, fused=True
-    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=train.lr, betas=tuple(train.betas), weight_decay=train.weight_decay, fused=True)
 
     def share(update: int) -> float:
         step = update // train.minibatches + 1

@@ -7,16 +7,16 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from actors.engines.worker import EngineWorker
-from actors.proxy.proxy import LLMProxy
-from bus.link import Identity
-from bus.transport import MemoryTransport
-from runtime.actor import Actor, RunInfo
-from runtime.config import ActorConfig
-from runtime.kernel import Kernel
-from runtime.observe.log import logger
-from runtime.store.store import MemoryStore
-from sim.simtest.network import FaultPlan, FaultyNetwork
+from rubato.actors.engines.worker import EngineWorker
+from rubato.actors.proxy.proxy import LLMProxy
+from rubato.bus.link import Identity
+from rubato.bus.memory import MemoryTransport
+from rubato.runtime.actor import Actor, RunInfo
+from rubato.runtime.config import ActorConfig
+from rubato.runtime.kernel import Kernel
+from rubato.runtime.memory import MemoryStore
+from rubato.runtime.observe.log import logger
+from rubato.sim.simtest.network import FaultPlan, FaultyNetwork
 from tools.bench.peers.told_orchestrator import ToldOrchestrator
 
 

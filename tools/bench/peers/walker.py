@@ -1,7 +1,7 @@
 """The scripted engine as a player of FrozenLake: each turn is one of the four words, drawn at once."""
 
-from actors.scripted.engine import ScriptedEngine, ScriptedSequence
-from actors.training.base_model import ACTIONS, make_tokenizer
+from rubato.actors.scripted.engine import ScriptedEngine, ScriptedSequence
+from rubato.actors.training.base_model import ACTIONS, make_tokenizer
 
 
 class Walker(ScriptedEngine):

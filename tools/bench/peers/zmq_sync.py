@@ -11,20 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import zmq
-from load import (
-    BULK_BYTES,
-    IN_FLIGHT,
-    PAYLOAD,
-    READERS,
-    WARM_UP,
-    Cpu,
-    Figures,
-    gigabytes,
-    latency,
-    now_ns,
-    rate,
-    report,
-)
+from load import BULK_BYTES, IN_FLIGHT, PAYLOAD, READERS, WARM_UP, Cpu, Figures, gigabytes, latency, now_ns, rate, report
 
 ONE_WAY, COUNT, STOP = b"1" * (len(PAYLOAD) + 1), b"c", b"q"
 """Told from a request by their length, which costs the receiver least."""

@@ -5,10 +5,10 @@ import asyncio
 import msgspec
 import pytest
 
-from actors.messages.samples import Advance, Batch, Claim, DrawEpoch, Evaluate
-from actors.samples.group import Training
-from actors.samples.journal import TRAINING
-from planning.adaptive_alpha import AlphaState
+from rubato.actors.messages.samples import Advance, Batch, Claim, DrawEpoch, Evaluate
+from rubato.actors.samples.group import Training
+from rubato.actors.samples.journal import TRAINING
+from rubato.planning.adaptive_alpha import AlphaState
 
 
 class LittleJob:

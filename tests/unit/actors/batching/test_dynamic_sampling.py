@@ -2,14 +2,12 @@
 
 import pytest
 
-from actors.batching.dynamic_sampling import DynamicSampling
-from actors.samples.group import GroupLimits
-from actors.samples.groups import Groups
-from actors.samples.sample import Outcome
+from rubato.actors.batching.dynamic_sampling import DynamicSampling
+from rubato.actors.samples.group import GroupLimits
+from rubato.actors.samples.groups import Groups
+from rubato.actors.samples.sample import Outcome
 
-LIMITS = GroupLimits(
-    group_size=2, batch_groups=1, steps=10, run_seed=1, max_attempts=2, unbounded_batches=8, ticket_ttl_s=10.0
-)
+LIMITS = GroupLimits(group_size=2, batch_groups=1, steps=10, run_seed=1, max_attempts=2, unbounded_batches=8, ticket_ttl_s=10.0)
 
 
 @pytest.fixture

@@ -5,16 +5,16 @@ from functools import partial
 
 import pytest
 
-from actors.batching.tail_batching import FORGOTTEN, PUT_OFF, TailBatching, check_sections
-from actors.config import SamplesSection, StalenessSection
-from actors.data.prompts import Mixture, Prompts
-from actors.messages.samples import Ticket
-from actors.samples.group import Group, GroupLimits, Training
-from actors.samples.groups import Groups
-from actors.samples.sample import Outcome
-from planning.prompts import Epochs
-from runtime.config import from_mapping
-from runtime.errors import ConfigError
+from rubato.actors.batching.tail_batching import FORGOTTEN, PUT_OFF, TailBatching, check_sections
+from rubato.actors.config import SamplesSection, StalenessSection
+from rubato.actors.data.prompts import Mixture, Prompts
+from rubato.actors.messages.samples import Ticket
+from rubato.actors.samples.group import Group, GroupLimits, Training
+from rubato.actors.samples.groups import Groups
+from rubato.actors.samples.sample import Outcome
+from rubato.planning.prompts import Epochs
+from rubato.runtime.config.compose import from_mapping
+from rubato.runtime.errors import ConfigError
 
 ROWS = Mixture({"task": Prompts(1.0, Epochs(lambda epoch: range(100)), rows=100)})
 LIMITS = GroupLimits(
@@ -178,9 +178,7 @@ def test_tail_batching_can_not_be_switched_off_while_prompts_wait(groups):
         score(groups, tickets[:2])
     off = Groups(LIMITS, 0)
 
-    with pytest.raises(
-        ConfigError, match=r"and 1 of its prompts wait for a long round: set tail_batching\.enabled=true"
-    ):
+    with pytest.raises(ConfigError, match=r"and 1 of its prompts wait for a long round: set tail_batching\.enabled=true"):
         off.restore(groups.record(), [], 0.0)
     opened(groups.record())
 
@@ -200,7 +198,7 @@ def test_what_rounds_can_not_go_with_is_refused_in_a_sentence(staleness, samples
 
 @pytest.mark.parametrize("key", ["eta_prompts", "eta_responses"])
 def test_eta_below_one_is_refused_in_a_sentence(key):
-    tree = {"actors": {"sample_buffer": {"class": "actors.samples.buffer:SampleBuffer"}}, "tail_batching": {key: 0.9}}
+    tree = {"actors": {"sample_buffer": {"class": "rubato.actors.samples.buffer:SampleBuffer"}}, "tail_batching": {key: 0.9}}
 
     with pytest.raises(ConfigError, match=rf"tail_batching\.{key}.*0\.9.*1"):
         from_mapping(tree)

@@ -2,12 +2,12 @@
 
 import pytest
 
-from actors.cluster.board import ClusterBoard, RolloutLeft
-from actors.cluster.book import Book, JobRecord
-from actors.cluster.permits import PermitEvent
-from actors.cluster.pools import ClusterPoolSection, SchedulerSection
-from actors.messages.cluster import JobNeeds
-from planning.permits import PermitLine, Stand
+from rubato.actors.cluster.board import ClusterBoard, RolloutLeft
+from rubato.actors.cluster.book import Book, JobRecord
+from rubato.actors.cluster.permits import PermitEvent
+from rubato.actors.cluster.pools import ClusterPoolSection, SchedulerSection
+from rubato.actors.messages.cluster import JobNeeds
+from rubato.planning.permits import PermitLine, Stand
 
 NOW = 1000.0
 
@@ -49,9 +49,7 @@ def test_who_waits_for_whom_is_told_across_jobs(board):
 def test_where_several_engines_share_a_pool_it_is_told_when_the_rest_makes_room(board):
     several = board._replace(left={"a": RolloutLeft(12, 64, 2)})
     line = board.lines["rollout-0"]
-    behind_a_tail = several._replace(
-        lines={"rollout-0": line._replace(tail=Stand("c", "rollout", 6, NOW - 9, 8, (1,)))}
-    )
+    behind_a_tail = several._replace(lines={"rollout-0": line._replace(tail=Stand("c", "rollout", 6, NOW - 9, 8, (1,)))})
 
     assert several.why("b").endswith(", 12 of 64 responses left, moves at 80 %")
     assert behind_a_tail.why("b").endswith(", 12 of 64 responses left, moves at 80 % once the tail of c is over")
@@ -84,11 +82,7 @@ def test_groups_have_their_cost_beside_that_of_jobs_alone(board):
 
 
 def test_the_last_minute_of_each_pool_is_drawn(board):
-    assert board.gantt(20) == [
-        " last 60 s  a a  b b",
-        " rollout-0  ▐          aaaaaaaaaa▌",
-        " training-0 ▐bbbbbbbbbb          ▌",
-    ]
+    assert board.gantt(20) == [" last 60 s  a a  b b", " rollout-0  ▐          aaaaaaaaaa▌", " training-0 ▐bbbbbbbbbb          ▌"]
 
 
 def test_a_program_gets_the_same(board):
@@ -96,12 +90,7 @@ def test_a_program_gets_the_same(board):
 
     assert data["groups"] == [{"group": 0, "nodes": (0,), "jobs": ["a", "b"]}]
     assert [(job["name"], job["state"]) for job in data["jobs"]][:2] == [("d", "done"), ("a", "running")]
-    assert {job["name"]: job["slack"] for job in data["jobs"]} == {
-        "a": pytest.approx(0.46),
-        "b": None,
-        "c": None,
-        "d": None,
-    }
+    assert {job["name"]: job["slack"] for job in data["jobs"]} == {"a": pytest.approx(0.46), "b": None, "c": None, "d": None}
     assert (data["usd_hour"], data["usd_hour_solo"]) == pytest.approx((7.13, 14.26))
 
 

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.cluster.book import LOOKED_AT, Book, JobRecord
-from actors.cluster.pools import ClusterPoolSection, SchedulerSection
-from actors.messages.cluster import JobNeeds
-from planning.round_robin import StepTimes
+from rubato.actors.cluster.book import LOOKED_AT, Book, JobRecord
+from rubato.actors.cluster.pools import ClusterPoolSection, SchedulerSection
+from rubato.actors.messages.cluster import JobNeeds
+from rubato.planning.round_robin import StepTimes
 
 GB = 1e9
 UNKNOWN = JobNeeds(1, 1, GB, GB, 0.0, 0.0)
@@ -23,9 +23,7 @@ def section(nodes=1, **changes):
 
 
 def record(name, number=0, slo=2.0, **changes):
-    return JobRecord(
-        name=name, id=name, number=number, slo=slo, needs=changes.pop("needs", UNKNOWN), cwd="/", **changes
-    )
+    return JobRecord(name=name, id=name, number=number, slo=slo, needs=changes.pop("needs", UNKNOWN), cwd="/", **changes)
 
 
 def seen(rollout=10.0, train=10.0, num=2):

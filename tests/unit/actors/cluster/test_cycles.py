@@ -2,10 +2,10 @@
 
 import pytest
 
-from actors.cluster.cycles import Cycle, Cycles
-from actors.cluster.permits import PermitEvent
-from planning.permits import Stand
-from planning.round_robin import StepTimes
+from rubato.actors.cluster.cycles import Cycle, Cycles
+from rubato.actors.cluster.permits import PermitEvent
+from rubato.planning.permits import Stand
+from rubato.planning.round_robin import StepTimes
 
 ROLLOUT, TRAIN = "rollout-0", "training-0"
 

@@ -2,22 +2,16 @@
 
 import yaml
 
-from actors.cluster.needs import overrides, prepared
-from actors.cluster.pools import ClusterPoolSection, SchedulerSection
+from rubato.actors.cluster.needs import overrides, prepared
+from rubato.actors.cluster.pools import ClusterPoolSection, SchedulerSection
 
-JOB = {
-    "actors": {
-        "engine": {"class": "m:E", "count": 2},
-        "trainer": {"class": "m:T", "pools": {"mine": {"count": 1, "gpus": 1}}},
-    }
-}
+JOB = {"actors": {"engine": {"class": "m:E", "count": 2}, "trainer": {"class": "m:T", "pools": {"mine": {"count": 1, "gpus": 1}}}}}
 
 
 def section(devices):
     pool = {"nodes": 2, "gpus": 1, "memory_gb": 4}
     return SchedulerSection(
-        rollout=ClusterPoolSection(**pool, devices=devices[:2]),
-        training=ClusterPoolSection(**pool, devices=devices[2:]),
+        rollout=ClusterPoolSection(**pool, devices=devices[:2]), training=ClusterPoolSection(**pool, devices=devices[2:])
     )
 
 

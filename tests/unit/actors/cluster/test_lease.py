@@ -4,14 +4,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from actors.cluster.lease import TRAINING, AlwaysHeld, lease_of
-from actors.config import ClusterSection
-from runtime.errors import ConfigError
+from rubato.actors.cluster.lease import TRAINING, AlwaysHeld, lease_of
+from rubato.actors.config import ClusterSection
+from rubato.runtime.errors import ConfigError
 
 OWN = """
 from contextlib import asynccontextmanager
 
-from actors.cluster.lease import AlwaysHeld, Held
+from rubato.actors.cluster.lease import AlwaysHeld, Held
 
 
 class Counted(AlwaysHeld):
@@ -40,9 +40,7 @@ def actor(**section):
         return call(*args)
 
     offloads = []
-    return SimpleNamespace(
-        config=SimpleNamespace(cluster=ClusterSection(**section)), offload=offload, offloads=offloads
-    )
+    return SimpleNamespace(config=SimpleNamespace(cluster=ClusterSection(**section)), offload=offload, offloads=offloads)
 
 
 def test_without_a_cluster_the_right_is_there_at_once_and_all_parts_are_computed_in_one_call(on_stage):

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from actors.cluster.needs import needs_of
-from runtime.config import load
+from rubato.actors.cluster.needs import needs_of
+from rubato.runtime.config.compose import load
 
 CONFIGS = Path(__file__).parents[4] / "configs"
 
@@ -41,6 +41,6 @@ def test_of_an_engine_that_computes_nothing_is_known_beforehand():
 
 
 def test_gpus_of_pools_are_counted():
-    found = needs("actors.engine={class: 'actors.engines.worker:EngineWorker', pools: {far: {count: 2, gpus: 4}}}")
+    found = needs("actors.engine={class: 'rubato.actors.engines.worker:EngineWorker', pools: {far: {count: 2, gpus: 4}}}")
 
     assert found.rollout_gpus == 8

@@ -4,11 +4,11 @@ import asyncio
 
 import pytest
 
-from actors.cluster.permits import TTL_S, PermitLost, Permits
-from planning.permits import PermitLine
-from runtime.store.errors import StoreUnavailable
-from runtime.store.store import MemoryStore
-from sim.virtual import run_virtual
+from rubato.actors.cluster.permits import TTL_S, PermitLost, Permits
+from rubato.planning.permits import PermitLine
+from rubato.runtime.memory import MemoryStore
+from rubato.runtime.store.store import StoreUnavailable
+from rubato.sim.virtual import run_virtual
 from tests.stores import STORE_KINDS, state_url_of, store_at
 
 

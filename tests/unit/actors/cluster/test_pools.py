@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from actors.cluster.pools import ClusterPoolSection, SchedulerSection
+from rubato.actors.cluster.pools import ClusterPoolSection, SchedulerSection
 
 
 def test_a_node_costs_what_its_class_costs_for_its_gpus_or_what_is_said():

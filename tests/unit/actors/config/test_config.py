@@ -1,8 +1,8 @@
 import pytest
 from pydantic import ValidationError
 
-from actors.config import ModelSection, StalenessSection, TrainSection
-from actors.envs.section import EnvSection
+from rubato.actors.config import ModelSection, StalenessSection, TrainSection
+from rubato.actors.envs.section import EnvSection
 
 
 def test_a_home_folder_is_written_out_once_for_everybody_who_reads_the_path(monkeypatch):
@@ -39,11 +39,7 @@ def test_what_cannot_be_learned_from_is_refused_in_one_sentence(given, sentence)
 def test_clips_are_those_of_the_losses_paper_where_none_are_given():
     of = {loss: TrainSection(loss=loss) for loss in ("dapo", "gspo", "cispo")}
 
-    assert {loss: (s.clip_low, s.clip_high) for loss, s in of.items()} == {
-        "dapo": (0.2, 0.28),
-        "gspo": (3e-4, 4e-4),
-        "cispo": (1.0, 0.28),
-    }
+    assert {loss: (s.clip_low, s.clip_high) for loss, s in of.items()} == {"dapo": (0.2, 0.28), "gspo": (3e-4, 4e-4), "cispo": (1.0, 0.28)}
     assert TrainSection(loss="gspo", clip_high=0.5).clip_high == 0.5
     assert TrainSection(loss="my_loss.py:fn").clip_high == 0.28
 
@@ -98,10 +94,7 @@ def test_the_bound_of_an_alpha_that_adapts_is_its_largest():
     [
         ({"alpha": "auto", "alpha_min": 3, "alpha_max": 2}, "alpha_min=3 is above alpha_max=2. Swap them"),
         ({"alpha": "auto", "bounded": False}, "alpha=auto moves a bound, and bounded=false lifts it"),
-        (
-            {"alpha": 2, "alpha_max": 5},
-            "alpha_max=5 bounds an alpha that moves, but alpha=2. Set alpha=auto, or leave it out",
-        ),
+        ({"alpha": 2, "alpha_max": 5}, "alpha_max=5 bounds an alpha that moves, but alpha=2. Set alpha=auto, or leave it out"),
         ({"alpha_min": 1}, "alpha_min=1 bounds an alpha that moves, but alpha=1. Set alpha=auto, or leave it out"),
         ({"alpha": "often"}, "'often' is neither a whole number at least 0 nor auto"),
         ({"alpha": True}, "True is neither a whole number at least 0 nor auto"),

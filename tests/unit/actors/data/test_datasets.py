@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from actors.data.datasets import check_data, epochs_of, read_rows, split_of
-from actors.data.tasks import OWN_COLUMNS, DataSection
-from actors.envs.task_checks import check_forms
-from runtime.errors import ConfigError
+from rubato.actors.data.datasets import check_data, epochs_of, read_rows, split_of
+from rubato.actors.data.tasks import OWN_COLUMNS, DataSection
+from rubato.actors.envs.task_checks import check_forms
+from rubato.runtime.errors import ConfigError
 
 ROWS = [{"question": f"{n} + {n}?", "answer": str(2 * n), "level": n % 3} for n in range(12)]
 
@@ -96,17 +96,9 @@ def wrong(path, text):
         ("a.jsonl", '{"question": "x"}\n{"question": \n', r"a\.jsonl, line 2: not valid JSON"),
         ("a.jsonl", '{"question": "x", "answer": 1}\n[1]\n', r"a\.jsonl, line 2: a row is an object with columns"),
         ("a.jsonl", '{"question": "x", "answer": 1}\n{"question": "y"}\n', r"a\.jsonl: row 2 has no answer\."),
-        (
-            "a.jsonl",
-            '{"questions": "x", "answer": 1}\n',
-            r"prompt: .* has no column question: .*Did you mean questions",
-        ),
+        ("a.jsonl", '{"questions": "x", "answer": 1}\n', r"prompt: .* has no column question: .*Did you mean questions"),
         ("a.json", '[\n{"question": "x", "answer": 1}\n]\n', r"a\.json, line 1: .*Each line is a row of its own\.$"),
-        (
-            "a.jsonl",
-            '{"questoin": "x", "answer": 1}\n',
-            r"Did you mean questoin\?$",
-        ),
+        ("a.jsonl", '{"questoin": "x", "answer": 1}\n', r"Did you mean questoin\?$"),
         ("a.jsonl", '{"question": ' + "[" * 3000 + "]" * 3000 + "}\n", r"a\.jsonl, line 1: nested too deeply"),
         ("a.parquet", "no table", r"a\.parquet can't be read as Parquet"),
         ("a.csv", "x", r"a\.csv is none of \.jsonl"),

@@ -6,17 +6,16 @@ import json
 import pytest
 from pydantic import TypeAdapter
 
-from actors.config import RewardSection, RolloutSection
-from actors.data.datasets import columns_of, read_rows
-from actors.data.graded_env import DataSetEnv
-from actors.data.graders import exact, math, number, places
-from actors.data.tasks import Tasks
-from actors.envs.chat import ChatRenderer
-from actors.envs.reasoning import ReasoningGymEnv
-from actors.envs.section import EnvSection
-from actors.envs.task_checks import check_prompts
-from actors.envs.tasks import resolved
-from runtime.errors import ConfigError
+from rubato.actors.config import RewardSection, RolloutSection
+from rubato.actors.data.datasets import columns_of, read_rows
+from rubato.actors.data.graded_env import DataSetEnv
+from rubato.actors.data.graders import exact, math, number, places
+from rubato.actors.data.tasks import Tasks
+from rubato.actors.envs.chat import ChatRenderer
+from rubato.actors.envs.reasoning import ReasoningGymEnv
+from rubato.actors.envs.section import EnvSection, resolved
+from rubato.actors.envs.task_checks import check_prompts
+from rubato.runtime.errors import ConfigError
 
 OWN = """
 def half(completion, answer, *, level, turn, task):
@@ -139,9 +138,7 @@ def test_a_prompt_that_leaves_no_room_for_a_turn_is_named_with_its_row(tmp_path,
     renderer = ChatRenderer(model_folder)
 
     check_prompts(data_task(str(path), max_len=300), renderer)
-    with pytest.raises(
-        ConfigError, match=r"a\.jsonl: row 3's prompt has 1\d\d tokens .* beyond rollout\.max_len, 200\. Leave"
-    ):
+    with pytest.raises(ConfigError, match=r"a\.jsonl: row 3's prompt has 1\d\d tokens .* beyond rollout\.max_len, 200\. Leave"):
         check_prompts(data_task(str(path)), renderer)
 
 
@@ -149,11 +146,7 @@ def test_a_prompt_that_the_template_refuses_is_named_with_its_row(tmp_path, writ
     template = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{{ m.content }}{% endfor %}"
     folder = write_model(tmp_path / "model", template=template + "{% if add_generation_prompt %}>{% endif %}")
     path = tmp_path / "a.jsonl"
-    path.write_text(
-        json.dumps({"prompt": [{"role": "tool", "content": "42"}], "answer": "x"})
-        + "\n"
-        + '{"prompt": "a", "answer": "b"}\n'
-    )
+    path.write_text(json.dumps({"prompt": [{"role": "tool", "content": "42"}], "answer": "x"}) + "\n" + '{"prompt": "a", "answer": "b"}\n')
 
     with pytest.raises(ConfigError, match=r"row 1's prompt can't be shown to the model: .* no tools"):
         check_prompts(data_task(str(path)), ChatRenderer(folder))
@@ -165,7 +158,5 @@ def test_a_tokenizer_of_another_kind_is_refused_with_what_makes_one(model_folder
     for name in names:
         (model_folder / name).write_text("")
 
-    with pytest.raises(
-        ValueError, match=rf"no tokenizer\.json, only {' and '.join(names)}\. Make one: .*AutoTokenizer"
-    ):
+    with pytest.raises(ValueError, match=rf"no tokenizer\.json, only {' and '.join(names)}\. Make one: .*AutoTokenizer"):
         ChatRenderer(model_folder)

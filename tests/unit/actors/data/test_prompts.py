@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from actors.data.datasets import digest_of, read_rows
-from actors.data.prompts import TaskCursor, mixture_of
-from actors.data.tasks import TaskSection
-from runtime.errors import ConfigError
+from rubato.actors.data.datasets import digest_of, read_rows
+from rubato.actors.data.prompts import TaskCursor, mixture_of
+from rubato.actors.data.tasks import TaskSection
+from rubato.runtime.errors import ConfigError
 
 
 @pytest.fixture
@@ -18,9 +18,7 @@ def data(tmp_path):
         options = {"path": f"{tmp_path}/train.jsonl", "grader": "exact"}
         files = {"train": train} | ({} if held_out is None else {"eval": held_out})
         for name, rows in files.items():
-            (tmp_path / f"{name}.jsonl").write_text(
-                "".join(json.dumps({"prompt": row, "answer": row}) + "\n" for row in rows)
-            )
+            (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"prompt": row, "answer": row}) + "\n" for row in rows))
         if held_out is not None:
             options["eval_path"] = f"{tmp_path}/eval.jsonl"
         read_rows.cache_clear()

@@ -5,14 +5,13 @@ from datetime import date
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from actors.config import RewardSection, RolloutSection
-from actors.data.tasks import Tasks, rewards_of
-from actors.envs.reasoning import ReasoningGymEnv, split_of
-from actors.envs.section import EnvSection
-from actors.envs.task_checks import check_tasks
-from actors.envs.tasks import resolved
-from runtime.config import from_mapping
-from runtime.errors import ConfigError
+from rubato.actors.config import RewardSection, RolloutSection
+from rubato.actors.data.tasks import Tasks, rewards_of
+from rubato.actors.envs.reasoning import ReasoningGymEnv, split_of
+from rubato.actors.envs.section import EnvSection, resolved
+from rubato.actors.envs.task_checks import check_tasks
+from rubato.runtime.config.compose import from_mapping
+from rubato.runtime.errors import ConfigError
 
 BANDIT = "tests.simulation.test_env_manager:Bandit"
 
@@ -67,10 +66,8 @@ def test_a_task_takes_what_it_does_not_say_itself_from_the_other_sections():
 
 def test_the_key_that_graders_had_before_is_taken_and_one_sentence_says_so():
     def job(**data):
-        role = {"class": "actors.rewards.service:RewardService"}
-        return from_mapping(
-            {"actors": {"reward_service": role}, "tasks": {"sums": {"data": {"path": "x.jsonl", **data}}}}
-        )
+        role = {"class": "rubato.actors.rewards.service:RewardService"}
+        return from_mapping({"actors": {"reward_service": role}, "tasks": {"sums": {"data": {"path": "x.jsonl", **data}}}})
 
     old, new = job(verifier="number"), job(grader="number")
 
@@ -87,18 +84,12 @@ def test_the_key_that_graders_had_before_is_taken_and_one_sentence_says_so():
     ("named", "words"),
     [
         ({"a": {"class": BANDIT, "weight": 0}, "b": {"class": BANDIT, "weight": 0}}, "the weights of a, b sum to 0"),
-        (
-            {"sums": {"class": BANDIT}, "sum": {"weight": 2}},
-            "sum names no class, no data and no reasoning_gym. Did you",
-        ),
+        ({"sums": {"class": BANDIT}, "sum": {"weight": 2}}, "sum names no class, no data and no reasoning_gym. Did you"),
         ({"a": {"class": BANDIT, "reasoning_gym": "chain_sum"}}, "a names class and reasoning_gym: a task has one"),
         ({"a b": {"class": BANDIT}}, "'a b' can't be a task's name"),
         ({"a": {"data": {"path": "x.jsonl", "grader": "exakt"}}}, "Did you mean exact"),
         ({"a": {"class": BANDIT, "weight": -1}}, "greater than or equal to 0"),
-        (
-            {"a": {"data": {"path": "x.jsonl", "eval_path": "y.jsonl", "eval_rows": 9}}},
-            "eval_rows=9 has no effect beside",
-        ),
+        ({"a": {"data": {"path": "x.jsonl", "eval_path": "y.jsonl", "eval_rows": 9}}}, "eval_rows=9 has no effect beside"),
         ({"a": {"data": {"path": "x.jsonl", "eval_path": "./x.jsonl"}}}, "eval_path is path itself"),
         ({"a": {"data": {"path": "x.jsonl"}, "kwargs": {"arms": 3}}}, "a.kwargs has no effect beside data"),
         ({"a": {"data": {"path": "x.jsonl"}, "eval_kwargs": {"arms": 3}}}, "a.eval_kwargs has no effect beside data"),
@@ -109,9 +100,7 @@ def test_a_mixture_that_can_not_be_is_refused(named, words):
 
 
 def test_what_a_task_names_and_is_not_there_is_refused_with_the_nearest_name(tmp_path):
-    named = tasks(
-        a={"reasoning_gym": "chain_sums"}, b={"data": {"path": str(tmp_path / "x.jsonl")}}, c={"class": "tests.no:X"}
-    )
+    named = tasks(a={"reasoning_gym": "chain_sums"}, b={"data": {"path": str(tmp_path / "x.jsonl")}}, c={"class": "tests.no:X"})
     with pytest.raises(ConfigError) as caught:
         check_tasks(named)
 
@@ -144,11 +133,11 @@ def test_questions_stay_held_out_where_evaluations_have_arguments_of_their_own()
 
 
 def test_a_package_of_the_extra_that_is_missing_is_named(monkeypatch, tmp_path):
-    import actors.data.datasets
-    import actors.envs.task_checks
+    import rubato.actors.data.datasets
+    import rubato.actors.envs.task_checks
 
-    monkeypatch.setattr(actors.data.datasets, "find_spec", lambda _: None)
-    monkeypatch.setattr(actors.envs.task_checks, "has_module", lambda _: False)
+    monkeypatch.setattr(rubato.actors.data.datasets, "find_spec", lambda _: None)
+    monkeypatch.setattr(rubato.actors.envs.task_checks, "has_module", lambda _: False)
     (tmp_path / "x.jsonl").write_text('{"prompt": "1 + 1", "answer": "2"}\n')
     named = tasks(a={"reasoning_gym": "chain_sum"}, b={"data": {"path": str(tmp_path / "x.jsonl"), "grader": "math"}})
     with pytest.raises(ConfigError) as caught:

@@ -5,9 +5,9 @@ from array import array
 
 import pytest
 
-from actors.envs.chat import ChatRenderer
-from actors.envs.manager import EnvManager
-from runtime.errors import ConfigError
+from rubato.actors.envs.chat import ChatRenderer
+from rubato.actors.envs.manager import EnvManager
+from rubato.runtime.errors import ConfigError
 
 END, END_OF_TEXT = 257, 258
 
@@ -49,8 +49,7 @@ def test_another_stop_token_than_the_templates_own_is_kept_beside_it(model_folde
 
 def test_white_space_before_the_templates_end_is_not_doubled(tmp_path, write_model):
     template = (
-        "{% for m in messages %}<|im_start|>{{ m.content }}\n<|im_end|>{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>{% endif %}"
+        "{% for m in messages %}<|im_start|>{{ m.content }}\n<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>{% endif %}"
     )
     renderer = ChatRenderer(write_model(tmp_path / "m", template=template))
 
@@ -61,12 +60,8 @@ def test_messages_pass_through_with_their_roles(model_folder):
     renderer = ChatRenderer(model_folder)
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
 
-    assert text_of(renderer, renderer.opening(messages)).startswith(
-        "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\nu"
-    )
-    assert "<|im_start|>tool\nt<|im_end|>" in text_of(
-        renderer, renderer.follow_up([{"role": "tool", "content": "t"}], END)
-    )
+    assert text_of(renderer, renderer.opening(messages)).startswith("<|im_start|>system\ns<|im_end|>\n<|im_start|>user\nu")
+    assert "<|im_start|>tool\nt<|im_end|>" in text_of(renderer, renderer.follow_up([{"role": "tool", "content": "t"}], END))
 
 
 def test_a_template_is_run_in_a_sandbox(tmp_path, write_model):

@@ -5,7 +5,7 @@ import math
 import numpy
 import pytest
 
-from actors.envs.hosting import EnvFailure, check_reset, check_step
+from rubato.actors.envs.hosting import EnvFailure, check_reset, check_step
 
 WRONG_STEPS = [
     (("x", 1.0, True, False), "4 values instead of"),
@@ -31,8 +31,7 @@ def test_a_wrong_step_is_named_for_what_it_is(result, words):
 
 
 @pytest.mark.parametrize(
-    ("result", "words"),
-    [("x", "a str instead of"), (("x",), "1 values"), ((b"x", {}), "type bytes"), (("x", 1), "info")],
+    ("result", "words"), [("x", "a str instead of"), (("x",), "1 values"), ((b"x", {}), "type bytes"), (("x", 1), "info")]
 )
 def test_a_wrong_reset_is_named_for_what_it_is(result, words):
     with pytest.raises(EnvFailure, match=words):

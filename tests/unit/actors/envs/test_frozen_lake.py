@@ -5,7 +5,7 @@ import random
 import pytest
 from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv
 
-from actors.envs.frozen_lake import ACTIONS, FrozenLakeText, draw_map, split_of
+from rubato.actors.envs.frozen_lake import ACTIONS, FrozenLakeText, draw_map, split_of
 
 MAPS = [draw_map(seed, size=4, p=0.8, split="train") for seed in range(300)]
 HELD_OUT = [draw_map(seed, size=4, p=0.8, split="eval") for seed in range(300)]

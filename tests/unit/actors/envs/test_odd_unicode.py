@@ -2,9 +2,9 @@
 
 import pytest
 
-from actors.envs.hosting import EnvHost
-from actors.envs.section import EnvSection
-from bus.message import well_formed
+from rubato.actors.envs.hosting import EnvHost
+from rubato.actors.envs.section import EnvSection
+from rubato.bus.message import well_formed
 
 ENV = """
 class Odd:

@@ -9,19 +9,18 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from actors.config import EvalSection, RewardSection, RolloutSection
-from actors.data.tasks import OWN_COLUMNS
-from actors.envs.chat import ChatRenderer
-from actors.envs.hooks import RolloutHook
-from actors.envs.hosting import EnvHost
-from actors.envs.recorder import GaveUp, Recorder, RecorderContext
-from actors.envs.rollout import Rollout, RolloutContext
-from actors.envs.section import EnvSection
-from actors.messages.generation import Aborted, Completion, Tokens, VersionSpan
-from actors.messages.samples import NotScored, PolicyState, Scores, Ticket, shortened
-from actors.report.breakdown import numbers_of
-from bus.errors import Failed, Unknown
-from sim.virtual import run_virtual
+from rubato.actors.config import EvalSection, RewardSection, RolloutSection
+from rubato.actors.data.tasks import OWN_COLUMNS
+from rubato.actors.envs.chat import ChatRenderer
+from rubato.actors.envs.hosting import EnvHost
+from rubato.actors.envs.recorder import GaveUp, Recorder, RecorderContext
+from rubato.actors.envs.rollout import Rollout, RolloutContext, RolloutHook
+from rubato.actors.envs.section import EnvSection
+from rubato.actors.messages.generation import Aborted, Completion, Tokens, VersionSpan
+from rubato.actors.messages.samples import NotScored, PolicyState, Scores, Ticket, shortened
+from rubato.actors.report.breakdown import numbers_of
+from rubato.bus.errors import Failed, Unknown
+from rubato.sim.virtual import run_virtual
 
 END = 257
 HERE = __name__
@@ -43,13 +42,7 @@ class Corridor:
             raise KeyError("goal")
         self.position += action == "go"
         reward = float("nan") if action == "nan" else 0.25
-        return (
-            f"at {self.position}",
-            reward,
-            self.position == 3,
-            action == "cut",
-            {"invalid": action not in ("go", "cut")},
-        )
+        return (f"at {self.position}", reward, self.position == 3, action == "cut", {"invalid": action not in ("go", "cut")})
 
     def close(self):
         pass
@@ -258,8 +251,7 @@ async def test_a_turn_that_can_not_be_generated_has_a_named_end(renderer, answer
 
 
 @pytest.mark.parametrize(
-    ("value", "flaw"),
-    [(math.nan, "not finite (nan)"), (0.5, "0.5, above 0"), (-1e4, "-10000, below"), (-math.inf, "-inf")],
+    ("value", "flaw"), [(math.nan, "not finite (nan)"), (0.5, "0.5, above 0"), (-1e4, "-10000, below"), (-math.inf, "-inf")]
 )
 async def test_log_probabilities_that_are_none_end_a_rollout_by_the_name_of_the_engine(renderer, value, flaw):
     tokens = Tokens(array("i", [1, 2]).tobytes(), array("f", [-1.0, value]).tobytes(), (VersionSpan(5, 0, 2),))
@@ -280,9 +272,7 @@ async def test_log_probabilities_of_another_number_end_a_rollout_by_the_name_of_
         await play(renderer, [Completion("", tokens, "length", "engine-3")])
 
     assert (caught.value.reason, caught.value.retry) == ("bad_logprobs", False)
-    assert (
-        f"engine-3 sent a completion in which the log-probabilities have {len(logprobs)} bytes" in caught.value.detail
-    )
+    assert f"engine-3 sent a completion in which the log-probabilities have {len(logprobs)} bytes" in caught.value.detail
 
 
 @pytest.mark.parametrize(("word", "outcome"), [("fail", "env_step_failed"), ("nan", "env_bad_result")])

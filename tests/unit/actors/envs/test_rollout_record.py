@@ -1,15 +1,13 @@
 """When failures become a sentence, and when they end the job."""
 
-from actors.envs.hosting import EnvFailure
-from actors.envs.recorder import GaveUp
-from actors.envs.rollout import PROMPTS_KEPT, RolloutRecord
-from actors.envs.section import EnvSection
-from actors.messages.samples import Ticket
+from rubato.actors.envs.hosting import EnvFailure
+from rubato.actors.envs.recorder import GaveUp
+from rubato.actors.envs.rollout import PROMPTS_KEPT, RolloutRecord
+from rubato.actors.envs.section import EnvSection
+from rubato.actors.messages.samples import Ticket
 
 TICKET = Ticket("t1", "g1", 1, 17, 4211, 0)
-RAISED = GaveUp(
-    "env_reset_failed", failure=EnvFailure("env_reset_failed", "reset", "raised in reset: KeyError('goal')")
-)
+RAISED = GaveUp("env_reset_failed", failure=EnvFailure("env_reset_failed", "reset", "raised in reset: KeyError('goal')"))
 HUNG = GaveUp("env_timeout", failure=EnvFailure("env_timeout", "step", "hung in step: no answer within 60 s"))
 CRASHED = GaveUp("crashed", "KeyError('x')", retry=True)
 
@@ -191,10 +189,6 @@ def test_a_rollout_that_crashes_every_time_ends_the_job_though_each_is_tried_aga
 
 def test_what_another_attempt_or_the_reward_service_deals_with_is_no_verdict_on_rollouts():
     found = record()
-    ends = [
-        GaveUp("generation_failed", "aborted 3 times", retry=True),
-        GaveUp("stale", retry=True),
-        GaveUp("reward_failed", "nan"),
-    ]
+    ends = [GaveUp("generation_failed", "aborted 3 times", retry=True), GaveUp("stale", retry=True), GaveUp("reward_failed", "nan")]
 
     assert all(fail(found, task, end) == ([], "") for end in ends for task in range(100))

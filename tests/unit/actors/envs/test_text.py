@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.config import RolloutSection
-from actors.envs.chat import ChatRenderer
-from actors.envs.templates import RenderError
+from rubato.actors.config import RolloutSection
+from rubato.actors.envs.chat import ChatRenderer
+from rubato.actors.envs.templates import RenderError
 from tests.chat_models import CHATML, DEEPSEEK, MARKS, SPECIAL, chat_model
 
 KINDS = ["bytes", "lower", "metaspace", "llama"]
@@ -48,23 +48,7 @@ def num_special(renderer, made):
 texts = st.lists(
     st.one_of(
         st.sampled_from(
-            (
-                *SPECIAL,
-                *MARKS,
-                "<|im_",
-                "end|>",
-                "<|IM_END|>",
-                "<",
-                "|",
-                ">",
-                " ",
-                "\n",
-                "\0",
-                "ꀀ",
-                "@@sampled@@",
-                "    ",
-                "\ud83d",
-            )
+            (*SPECIAL, *MARKS, "<|im_", "end|>", "<|IM_END|>", "<", "|", ">", " ", "\n", "\0", "ꀀ", "@@sampled@@", "    ", "\ud83d")
         ),
         st.text(max_size=5),
     ),
@@ -171,10 +155,7 @@ def calling(arguments, **message):
     return [{"role": "user", "content": "x"}, said, {"role": "tool", "content": "42", "tool_call_id": "123456789"}]
 
 
-@pytest.mark.parametrize(
-    ("calls", "expected"),
-    [*zip(CALLS, ['{"a": "é"}', "a=é", 'json {"a": "é"}', '{"a": "é"}'], strict=True)],
-)
+@pytest.mark.parametrize(("calls", "expected"), [*zip(CALLS, ['{"a": "é"}', "a=é", 'json {"a": "é"}', '{"a": "é"}'], strict=True)])
 def test_arguments_of_tool_calls_are_in_the_form_that_the_template_takes(tmp_path, calls, expected):
     content = "{{ m.content if m.content is not none else '' }}"
     renderer = ChatRenderer(chat_model(tmp_path / "m", template=CHATML.replace("{{ m.content }}", content + calls)))
@@ -188,11 +169,7 @@ def test_arguments_of_tool_calls_are_in_the_form_that_the_template_takes(tmp_pat
 def test_what_models_write_as_arguments_is_never_lost_and_never_control(tmp_path):
     renderer = ChatRenderer(chat_model(tmp_path / "m", template=TOOLS_TEMPLATE, special=(*SPECIAL, "<u>")))
     plain = num_special(renderer, renderer.opening(calling({"x": "x"})))
-    escaped = [
-        '{"x": "\\u003c|im_end|>"}',
-        '{"x": "\\ua000\\ua001<|im_end|>"}',
-        '{"\\u003c|im_end|>": ["<|im_start|>"]}',
-    ]
+    escaped = ['{"x": "\\u003c|im_end|>"}', '{"x": "\\ua000\\ua001<|im_end|>"}', '{"\\u003c|im_end|>": ["<|im_start|>"]}']
 
     for arguments in (*escaped, "not <|im_end|> json", "[1]", "", None, '{"x": "\\ud83d"}', '{"x":' * 5000):
         assert num_special(renderer, renderer.opening(calling(arguments))) == plain
@@ -239,9 +216,7 @@ def test_marks_that_are_not_special_are_the_models_own_to_write_and_words_are_te
     think, user = id_of("<think>"), id_of("<｜User｜>")
 
     by_user = ids_of(renderer.opening("<think>a<｜User｜>b    widget"))
-    by_model = ids_of(
-        renderer.opening([{"role": "assistant", "content": "<think>a<｜User｜>b"}, {"role": "user", "content": "x"}])
-    )
+    by_model = ids_of(renderer.opening([{"role": "assistant", "content": "<think>a<｜User｜>b"}, {"role": "user", "content": "x"}]))
 
     assert (by_user.count(think), by_user.count(user)) == (1, 1)
     assert {id_of("    "), id_of("widget")} <= {*by_user}
@@ -349,9 +324,7 @@ def test_a_role_speaks_for_nobody_else(renderers):
 
 
 def test_a_turn_of_several_parts_does_not_end_with_its_first(tmp_path):
-    template = CHATML.replace(
-        "{{ m.content }}", "{% if m.role == 'assistant' %}final<|tool_call|>{% endif %}{{ m.content }}"
-    )
+    template = CHATML.replace("{{ m.content }}", "{% if m.role == 'assistant' %}final<|tool_call|>{% endif %}{{ m.content }}")
 
     renderer = ChatRenderer(chat_model(tmp_path / "m", template=template, eos_token="<|endoftext|>"))
 

@@ -4,8 +4,8 @@ from array import array
 
 import pytest
 
-from actors.envs.chat import Transcript
-from actors.messages.generation import Tokens, VersionSpan
+from rubato.actors.envs.chat import Transcript
+from rubato.actors.messages.generation import Tokens, VersionSpan
 
 
 def ids(*numbers):

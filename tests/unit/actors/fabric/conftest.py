@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-from actors.fabric.controller import FabricController
-from actors.fabric.emulated import EmulatedSwitch
-from actors.fabric.section import FabricSection
-from actors.messages.fabric import Circuit, FindSwitch, InspectFabric, PhaseIntent, SwitchRequest
+from rubato.actors.fabric.controller import FabricController
+from rubato.actors.fabric.emulated import EmulatedSwitch
+from rubato.actors.fabric.section import FabricSection
+from rubato.actors.messages.fabric import Circuit, FindSwitch, InspectFabric, PhaseIntent, SwitchRequest
 
 ROLLOUT = (("llm_proxy-1", "engine-1", 1000), ("llm_proxy-1", "engine-2", 900))
 SYNC = (("trainer-1", "engine-1", 5000), ("trainer-1", "engine-2", 5000))

@@ -4,17 +4,9 @@ import asyncio
 
 import pytest
 
-from actors.fabric.asked import RESHARD
-from actors.fabric.controller import FabricController
-from actors.messages.fabric import (
-    AskCircuits,
-    AwaitCircuits,
-    CircuitsPromised,
-    CircuitsReady,
-    NoCircuits,
-    ReleaseCircuits,
-)
-from runtime.store.store import MemoryStore
+from rubato.actors.fabric.controller import RESHARD, FabricController
+from rubato.actors.messages.fabric import AskCircuits, AwaitCircuits, CircuitsPromised, CircuitsReady, NoCircuits, ReleaseCircuits
+from rubato.runtime.memory import MemoryStore
 
 MOVE = (("engine-2", "engine-1", 7000),)
 

@@ -8,14 +8,14 @@ import certifi
 import pytest
 from pydantic import ValidationError
 
-from actors.fabric.connect import device, trusted
-from actors.fabric.controller import FabricController
-from actors.fabric.driver import BadCredentials
-from actors.fabric.restconf import SonicDriver
-from actors.fabric.section import FabricSection
+from rubato.actors.fabric.connect import device, trusted
+from rubato.actors.fabric.controller import FabricController
+from rubato.actors.fabric.driver import BadCredentials
+from rubato.actors.fabric.restconf import SonicDriver
+from rubato.actors.fabric.section import FabricSection
+from rubato.runtime.errors import ConfigError
 from rubato_ocs.netconf import NetconfDriver, ssh
 from rubato_ocs.polatis import PolatisDriver
-from runtime.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -99,12 +99,8 @@ def test_a_file_that_is_no_such_thing_is_named_at_the_start_and_when_it_is_neede
 async def test_the_authorities_of_the_ca_file_are_trusted_and_no_others(tmp_path):
     (tmp_path / "password").write_text("secret\n")
     some = tmp_path / "some.pem"
-    some.write_text(
-        Path(certifi.where()).read_text().partition("-----END CERTIFICATE-----\n")[0] + "-----END CERTIFICATE-----\n"
-    )
-    section = FabricSection(
-        switch_url="https://switch", switch_ca_file=str(some), switch_password_file=str(tmp_path / "password")
-    )
+    some.write_text(Path(certifi.where()).read_text().partition("-----END CERTIFICATE-----\n")[0] + "-----END CERTIFICATE-----\n")
+    section = FabricSection(switch_url="https://switch", switch_ca_file=str(some), switch_password_file=str(tmp_path / "password"))
 
     FabricController.check_host(SimpleNamespace(fabric=section))
     context = trusted(section)
@@ -116,27 +112,13 @@ async def test_the_authorities_of_the_ca_file_are_trusted_and_no_others(tmp_path
 
 
 def test_files_that_are_not_needed_are_not_looked_for():
-    for values in (
-        {"switch_url": "ssh://switch", "driver": "netconf"},
-        {"switch_url": "https://switch", "enabled": False},
-        {},
-    ):
+    for values in ({"switch_url": "ssh://switch", "driver": "netconf"}, {"switch_url": "https://switch", "enabled": False}, {}):
         section = FabricSection(switch_ca_file="/none", switch_password_file="/none", **values)
         FabricController.check_host(SimpleNamespace(fabric=section))
 
 
 def test_ssh_asks_nothing_and_takes_no_option_from_the_address():
-    assert ssh("ssh://admin@switch") == (
-        "ssh",
-        "-o",
-        "BatchMode=yes",
-        "-p",
-        "830",
-        "-s",
-        "--",
-        "admin@switch",
-        "netconf",
-    )
+    assert ssh("ssh://admin@switch") == ("ssh", "-o", "BatchMode=yes", "-p", "830", "-s", "--", "admin@switch", "netconf")
     assert "--" in ssh("ssh://-oProxyCommand=x:22")[: ssh("ssh://-oProxyCommand=x:22").index("netconf") - 1]
 
 

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from actors.fabric.reconciler import LEASE
-from actors.fabric.templates import KEY
-from actors.messages.fabric import Circuit
-from bus.errors import Unknown
-from runtime.store.errors import Fenced, StoreUnavailable
-from runtime.store.store import Fence, MemoryStore
+from rubato.actors.fabric.reconciler import LEASE
+from rubato.actors.fabric.templates import KEY
+from rubato.actors.messages.fabric import Circuit
+from rubato.bus.errors import Unknown
+from rubato.runtime.memory import MemoryStore
+from rubato.runtime.store.store import Fence, Fenced, StoreUnavailable
 from tests.unit.actors.fabric.conftest import ROLLOUT, SYNC
 
 

@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from actors.fabric.driver import Login
-from actors.fabric.emulated import Dialect, OcsDevice
-from actors.fabric.restconf import BULK, CONFIG, DATA, TABLE
-from planning.circuits import Cross
+from rubato.actors.fabric.driver import Login
+from rubato.actors.fabric.emulated import Dialect, OcsDevice
+from rubato.actors.fabric.restconf import BULK, CONFIG, DATA, TABLE
+from rubato.planning.circuits import Cross
 
 A, B, C = Cross(0, 4), Cross(4, 0), Cross(1, 5)
 LOGIN = Login("rubato", "secret")

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from actors.fabric.driver import BadAnswer, BadCredentials, SwitchCapabilities, SwitchTimedOut, SwitchUnreachable
+from rubato.actors.fabric.driver import BadAnswer, BadCredentials, SwitchCapabilities, SwitchTimedOut, SwitchUnreachable
 from rubato_ocs.netconf import BASE, OCS, NetconfDriver, NetconfSession
 
 CAPABILITIES = SwitchCapabilities(8, 0.005)
@@ -18,10 +18,7 @@ CAPABILITIES = SwitchCapabilities(8, 0.005)
         ("import time; time.sleep(60)", SwitchTimedOut),
         ("print('garbage]]>]]>', flush=True); import time; time.sleep(60)", BadAnswer),
         ("print('<hello/>]]>]]>', flush=True); import time; time.sleep(60)", BadAnswer),
-        (
-            "print('<?xml version=\\'1.0\\' encoding=\\'x\\'?><hello/>]]>]]>', flush=True); import time; time.sleep(60)",
-            BadAnswer,
-        ),
+        ("print('<?xml version=\\'1.0\\' encoding=\\'x\\'?><hello/>]]>]]>', flush=True); import time; time.sleep(60)", BadAnswer),
         ("import os, time; os.fork(); time.sleep(60)", SwitchTimedOut),
     ],
 )

@@ -2,17 +2,15 @@
 
 import pytest
 
-from actors.fabric import templates
-from actors.fabric.section import FabricSection
-from actors.fabric.templates import Templates
-from planning.demand import flows
-from planning.multihop import bottleneck
-from runtime.errors import ConfigError
+from rubato.actors.fabric import templates
+from rubato.actors.fabric.section import FabricSection
+from rubato.actors.fabric.templates import Templates
+from rubato.planning.demand import flows
+from rubato.planning.multihop import bottleneck
+from rubato.runtime.errors import ConfigError
 
 NAMES = tuple(f"e{i}" for i in range(8))
-TRAFFIC = tuple(
-    (a, b, 1 + 3 * i * k % 29) for i, a in enumerate(NAMES) for k, b in enumerate(NAMES) if a != b and (i + k) % 3
-)
+TRAFFIC = tuple((a, b, 1 + 3 * i * k % 29) for i, a in enumerate(NAMES) for k, b in enumerate(NAMES) if a != b and (i + k) % 3)
 """More partners than ports."""
 
 
@@ -47,8 +45,7 @@ def test_without_scipy_the_linear_program_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"ports": 128, "ports_per_endpoint": 4}, {"testbed": "t", "racks": {"a": ("10.0.0.1",), "b": ("10.0.0.2",)}}],
+    "options", [{"ports": 128, "ports_per_endpoint": 4}, {"testbed": "t", "racks": {"a": ("10.0.0.1",), "b": ("10.0.0.2",)}}]
 )
 def test_the_linear_program_is_for_few_endpoints_that_forward(options):
     with pytest.raises(ValueError, match="at most 16 endpoints"):

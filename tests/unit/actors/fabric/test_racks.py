@@ -5,21 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from actors.fabric.links import batches, links, rates_mbps
-from actors.fabric.racks import Racks
-from actors.fabric.section import FabricSection
-from planning.circuits import Cross
+from rubato.actors.fabric.controller import Racks
+from rubato.actors.fabric.links import batches, links, rates_mbps
+from rubato.actors.fabric.section import FabricSection
+from rubato.planning.circuits import Cross
 
-HOMES = {
-    "trainer-1": 0,
-    "engine-1": 0,
-    "engine-2": 1,
-    "engine-3": 1,
-    "engine-4": 2,
-    "node-1": 0,
-    "node-2": 1,
-    "node-3": 2,
-}
+HOMES = {"trainer-1": 0, "engine-1": 0, "engine-2": 1, "engine-3": 1, "engine-4": 2, "node-1": 0, "node-2": 1, "node-3": 2}
 RACKS = {"a": ("10.0.0.0",), "b": ("10.0.0.1",), "c": ("10.0.0.2",)}
 WEIGHTS = tuple(("trainer-1", f"engine-{n}", 100) for n in (1, 2, 3, 4))
 
@@ -33,12 +24,7 @@ def racks(*, by_rings=False, named=RACKS):
 
 
 def test_bytes_between_actors_add_up_between_their_racks():
-    told = (
-        ("engine-2", "engine-4", 5),
-        ("engine-3", "engine-4", 7),
-        ("engine-2", "engine-3", 9),
-        ("engine-2", "gone-1", 1),
-    )
+    told = (("engine-2", "engine-4", 5), ("engine-3", "engine-4", 7), ("engine-2", "engine-3", 9), ("engine-2", "gone-1", 1))
     assert racks().traffic("rollout", told) == (("b", "c", 12),)
 
 
@@ -58,9 +44,7 @@ def test_a_link_has_its_circuits_bandwidth_or_the_trickle():
     rates = rates_mbps((Cross(0, 4), Cross(4, 0), Cross(1, 5)), section)
 
     assert (rates[0, 1], rates[1, 0], rates[0, 2]) == (100.0, 50.0, 10.0)
-    assert batches({(0, 1): 100.0, (1, 2): 10.0}, section)["bed-a"].startswith(
-        "class change dev to-1 classid 1:1 htb rate 100000kbit "
-    )
+    assert batches({(0, 1): 100.0, (1, 2): 10.0}, section)["bed-a"].startswith("class change dev to-1 classid 1:1 htb rate 100000kbit ")
 
 
 def test_racks_that_the_switch_has_no_ports_for_are_refused():
@@ -68,9 +52,7 @@ def test_racks_that_the_switch_has_no_ports_for_are_refused():
         FabricSection(racks=RACKS, ports=8)
 
 
-SWITCH = FabricSection(
-    racks={"a": ("10.0.0.0",), "b": ("10.0.0.1",)}, ports=8, link_gbps=0.1, trickle_mbps=10, testbed="bed"
-)
+SWITCH = FabricSection(racks={"a": ("10.0.0.0",), "b": ("10.0.0.1",)}, ports=8, link_gbps=0.1, trickle_mbps=10, testbed="bed")
 
 
 def tc(folder, monkeypatch, lines):

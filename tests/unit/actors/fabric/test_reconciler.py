@@ -6,19 +6,11 @@ import json
 import httpx
 import pytest
 
-from actors.fabric.driver import (
-    NoSuchPort,
-    NotTheWriter,
-    NotTuned,
-    PartlyApplied,
-    PortConflict,
-    SwitchTimedOut,
-    SwitchUnreachable,
-)
-from actors.fabric.reconciler import LEASE, CircuitLedger, LedgerUnavailable, PortsFailed, Reconciler
-from planning.circuits import Cross
-from runtime.store.errors import Fenced, StoreUnavailable
-from runtime.store.store import Fence, MemoryStore
+from rubato.actors.fabric.driver import NoSuchPort, NotTheWriter, NotTuned, PartlyApplied, PortConflict, SwitchTimedOut, SwitchUnreachable
+from rubato.actors.fabric.reconciler import LEASE, CircuitLedger, LedgerUnavailable, PortsFailed, Reconciler
+from rubato.planning.circuits import Cross
+from rubato.runtime.memory import MemoryStore
+from rubato.runtime.store.store import Fence, Fenced, StoreUnavailable
 from tests.faulty_switch import FaultySwitch
 
 A, B = (Cross(0, 4), Cross(4, 0)), (Cross(0, 5), Cross(5, 0))
@@ -99,9 +91,7 @@ def test_a_change_that_is_not_made_is_tried_again(scene, fault):
     scene(play)
 
 
-@pytest.mark.parametrize(
-    ("fault", "error"), [("lies", NotTuned), ("halves", (PartlyApplied, NotTuned)), ("breaks", SwitchTimedOut)]
-)
+@pytest.mark.parametrize(("fault", "error"), [("lies", NotTuned), ("halves", (PartlyApplied, NotTuned)), ("breaks", SwitchTimedOut)])
 def test_a_switch_that_goes_on_like_that_gets_its_last_good_circuits_back(scene, fault, error):
     async def play(stage):
         await stage.reconciler.reach(A, "rollout")

@@ -1,6 +1,6 @@
 """The rhythm of phases, learned."""
 
-from actors.fabric.rhythm import ExpectedPhase, Rhythm
+from rubato.actors.fabric.rhythm import ExpectedPhase, Rhythm
 
 
 def rhythm(*beats):

@@ -2,13 +2,13 @@
 
 import pytest
 
-from planning.demand import per_link
-from planning.multihop import bottleneck, capacity_program, multi_hop
-from planning.topology import direct
+from rubato.planning.demand import per_link
+from rubato.planning.multihop import bottleneck, capacity_program, multi_hop
+from rubato.planning.topology import direct
 
 pytest.importorskip("scipy", reason="the extra `fabric` brings scipy, which solves the linear programs")
 
-from actors.fabric.templates import solve
+from rubato.actors.fabric.templates import solve
 
 
 def test_more_partners_than_ports_share_links():

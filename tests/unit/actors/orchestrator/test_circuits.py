@@ -4,21 +4,14 @@ import asyncio
 
 import pytest
 
-from actors.messages.fabric import (
-    AskCircuits,
-    AwaitCircuits,
-    CircuitsPromised,
-    CircuitsReady,
-    NoCircuits,
-    ReleaseCircuits,
-)
-from actors.orchestrator.circuits import ANSWER_S, SwitchCircuits
-from bus.message import Ack
-from runtime.actor import Actor
-from runtime.config import ActorConfig
-from runtime.monitor.snapshot import snapshot
-from runtime.monitor.text import render
-from runtime.registry import ActorRecord
+from rubato.actors.messages.fabric import AskCircuits, AwaitCircuits, CircuitsPromised, CircuitsReady, NoCircuits, ReleaseCircuits
+from rubato.actors.orchestrator.circuits import ANSWER_S, SwitchCircuits
+from rubato.bus.message import Ack
+from rubato.runtime.actor import Actor
+from rubato.runtime.config import ActorConfig
+from rubato.runtime.monitor.snapshot import snapshot
+from rubato.runtime.monitor.text import render
+from rubato.runtime.registry import ActorRecord
 
 MOVE = (("engine-2", "engine-1", 7000),)
 PROMISE = CircuitsPromised(0, 0.05, "changes")

@@ -3,10 +3,10 @@
 import msgspec
 import pytest
 
-from actors import catalog
-from actors.messages.orchestration import RequestSeen
-from actors.orchestrator.fleet import Speeds, cache_traffic, servers
-from planning.engine_info import EngineInfo, EngineProfile
+from rubato.actors import catalog
+from rubato.actors.messages.orchestration import RequestSeen
+from rubato.actors.orchestrator.fleet import Speeds, cache_traffic, servers
+from rubato.planning.engine_info import EngineInfo, EngineProfile
 
 H800 = EngineProfile("h800", "qwen2.5-14b", 1)
 
@@ -68,7 +68,5 @@ def test_no_cache_travels_from_an_engine_that_gives_none_away():
     request = RequestSeen("r", "e0", "", 0, 10, 20, 100, 0)
 
     assert cache_traffic(restarted(20.0, 20.0), [request], {"r": "e1"}, OWN) == ()
-    (demand,) = cache_traffic(
-        restarted(0.0, 0.0), [msgspec.structs.replace(request, shown=10, sampled=20)], {"r": "e1"}, OWN
-    )
+    (demand,) = cache_traffic(restarted(0.0, 0.0), [msgspec.structs.replace(request, shown=10, sampled=20)], {"r": "e1"}, OWN)
     assert demand[2] == 30 * OWN.kv_bytes_per_token

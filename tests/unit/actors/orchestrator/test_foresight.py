@@ -1,7 +1,7 @@
 """What is told of a forecast once its load is over."""
 
-from actors.orchestrator.orchestrator import Foresight
-from runtime.observe.figures import Metrics
+from rubato.actors.orchestrator.orchestrator import Foresight
+from rubato.runtime.observe.figures import Metrics
 
 SCALE = 0.5
 

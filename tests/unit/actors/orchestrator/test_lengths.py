@@ -1,7 +1,7 @@
 """Lengths as the orchestrator learns them."""
 
-from actors.messages.orchestration import RequestEnded, RequestSeen, Surveyed, TrajectorySeen
-from actors.orchestrator.lengths import Lengths, underway
+from rubato.actors.messages.orchestration import RequestEnded, RequestSeen, Surveyed, TrajectorySeen
+from rubato.actors.orchestrator.lengths import Lengths, underway
 
 
 def seen(sampled, limit=10_000):
@@ -34,9 +34,7 @@ def test_a_step_ends_where_nothing_runs_or_newer_weights_are_asked_for():
 
 
 def running(*names, sampled=0, limit=10_000):
-    return looked(
-        RequestSeen(name, "engine-1", "math", place, 100, sampled, limit, 0) for place, name in enumerate(names)
-    )
+    return looked(RequestSeen(name, "engine-1", "math", place, 100, sampled, limit, 0) for place, name in enumerate(names))
 
 
 def test_a_step_begins_where_all_that_runs_is_new():

@@ -2,15 +2,15 @@
 
 import pytest
 
-from runtime.config import from_mapping
-from runtime.errors import ConfigError
+from rubato.runtime.config.compose import from_mapping
+from rubato.runtime.errors import ConfigError
 
 JOB = {
     "run": {"name": "small"},
     "actors": {
-        "llm_proxy": {"class": "actors.proxy.proxy:LLMProxy"},
-        "engine": {"class": "actors.engines.worker:EngineWorker", "count": 4},
-        "orchestrator": {"class": "actors.orchestrator.orchestrator:Orchestrator"},
+        "llm_proxy": {"class": "rubato.actors.proxy.proxy:LLMProxy"},
+        "engine": {"class": "rubato.actors.engines.worker:EngineWorker", "count": 4},
+        "orchestrator": {"class": "rubato.actors.orchestrator.orchestrator:Orchestrator"},
     },
     "engine": {"kind": "scripted", "pace": {"hardware": "h800", "model": "qwen2.5-14b"}},
 }
@@ -37,7 +37,7 @@ def test_no_orchestrator_is_started_unless_it_is_enabled():
         ([*VLLM, "engine.vllm.tensor_parallel_size=2", "orchestrator.degrees=[1]"], "1, into which 8 GPUs, 2 in each"),
         ([*VLLM, "orchestrator.degrees=[0]"], "an engine has one GPU at least"),
         (
-            [*VLLM, "actors.engine={class: 'actors.engines.worker:EngineWorker', pools: {near: {count: 2, gpus: 1}}}"],
+            [*VLLM, "actors.engine={class: 'rubato.actors.engines.worker:EngineWorker', pools: {near: {count: 2, gpus: 1}}}"],
             "each engine of pool near sees 1 GPUs",
         ),
         (["engine.pace=null"], "engine.pace, which is not set"),
@@ -55,7 +55,7 @@ def test_what_can_not_work_is_one_sentence(changes, sentence):
 
 
 def test_requests_move_between_engines_of_two_roles_with_one_engine_each():
-    far = "actors.far_engine={class: 'actors.engines.worker:EngineWorker'}"
+    far = "actors.far_engine={class: 'rubato.actors.engines.worker:EngineWorker'}"
 
     job = from_mapping(JOB, ["orchestrator.enabled=true", "actors.engine.count=1", far])
 
@@ -73,7 +73,7 @@ def test_what_can_not_work_does_not_matter_while_it_is_off():
 
 
 def in_pools(pools, *changes):
-    engine = {"class": "actors.engines.worker:EngineWorker", "pools": pools}
+    engine = {"class": "rubato.actors.engines.worker:EngineWorker", "pools": pools}
     job = JOB | {"actors": JOB["actors"] | {"engine": engine}}
     return from_mapping(job, ["orchestrator.enabled=true", *changes])
 
@@ -81,19 +81,13 @@ def in_pools(pools, *changes):
 @pytest.mark.parametrize(
     ("counts", "degrees", "sentence"),
     [
-        (
-            (3, 3),
-            "[1, 2]",
-            "2, into which no pool can be divided, and engines merge within one pool: 3 GPUs, 1 in each",
-        ),
+        ((3, 3), "[1, 2]", "2, into which no pool can be divided, and engines merge within one pool: 3 GPUs, 1 in each"),
         ((4, 4), "[1, 8]", "4 GPUs, 1 in each engine of pool left; 4 GPUs, 1 in each engine of pool right"),
         ((1, 1), "[1, 2]", "no pool that decodes (left, right) has two engines, and requests move within one pool"),
         ((1, 1), "[]", "no pool that decodes (left, right) has two engines, and requests move within one pool"),
     ],
 )
-def test_a_degree_that_no_pool_can_be_divided_into_is_refused_whatever_all_pools_have_together(
-    counts, degrees, sentence
-):
+def test_a_degree_that_no_pool_can_be_divided_into_is_refused_whatever_all_pools_have_together(counts, degrees, sentence):
     pools = {name: {"count": count} for name, count in zip(("left", "right"), counts, strict=True)}
 
     with pytest.raises(ConfigError) as raised:

@@ -1,20 +1,17 @@
 """What planned degrees mean for engines: who stays, who sleeps, who has which requests."""
 
-from actors.messages.orchestration import RequestSeen
-from actors.orchestrator.fleet import GpuGroup, expected
-from actors.orchestrator.switches import Shape, as_merge, as_split, as_step
-from planning.engine_info import EngineInfo, EngineProfile
-from planning.parallelism import Change, StepPlan
+from rubato.actors.messages.orchestration import RequestSeen
+from rubato.actors.orchestrator.fleet import GpuGroup, expected
+from rubato.actors.orchestrator.switches import Shape, as_merge, as_split, as_step
+from rubato.planning.engine_info import EngineInfo, EngineProfile
+from rubato.planning.parallelism import Change, StepPlan
 
 MODELLED = EngineProfile("h800", "qwen2.5-14b", 1)
 
 
 def server(*degrees):
     """Engines a, b, c … of these degrees; 0 is one that sleeps."""
-    engines = [
-        EngineInfo(name, 64, asleep=not degree, degree=degree or 1)
-        for name, degree in zip("abcdefgh", degrees, strict=False)
-    ]
+    engines = [EngineInfo(name, 64, asleep=not degree, degree=degree or 1) for name, degree in zip("abcdefgh", degrees, strict=False)]
     return GpuGroup("here pool", MODELLED, tuple(engines))
 
 

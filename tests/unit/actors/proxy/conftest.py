@@ -6,15 +6,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from actors.config import ProxySection
-from actors.messages.engines import InfoChanged
-from actors.messages.generation import (
+from rubato.actors.config import ProxySection
+from rubato.actors.messages.generation import (
     Abort,
     Aborted,
     Completion,
     EngineStatus,
     Generate,
     HandedBack,
+    InfoChanged,
     Inspect,
     Measure,
     Resume,
@@ -26,9 +26,9 @@ from actors.messages.generation import (
     TokensSampled,
     VersionSpan,
 )
-from actors.proxy.proxy import LLMProxy
-from bus.message import Ack
-from planning.engine_info import EngineInfo, WeightsId, WeightsNeed
+from rubato.actors.proxy.proxy import LLMProxy
+from rubato.bus.message import Ack
+from rubato.planning.engine_info import EngineInfo, WeightsId, WeightsNeed
 
 
 def tokens(ids, version=0, start=0):
@@ -133,16 +133,14 @@ class Scene:
         for _ in range(20):
             await asyncio.sleep(0)
 
-    async def ask(
-        self, request_id, session="", min_version=0, max_new_tokens=8, resumed=None, exact=False, task="", prompt=3
-    ):
+    async def ask(self, request_id, session="", min_version=0, max_new_tokens=8, resumed=None, exact=False, task="", prompt=3, adapter=""):
         """An asker's future."""
         request = Generate(
             request_id,
             session or request_id,
             b"\1\0\0\0" * prompt,
             Sampling(max_new_tokens, stop_token_ids=(99,)),
-            WeightsNeed(min_version, exact),
+            WeightsNeed(min_version, exact, adapter),
             resumed or Tokens(),
             Route(task),
         )
@@ -150,8 +148,9 @@ class Scene:
         await self.settle()
         return asking
 
-    async def sampled(self, name, request_id, ids, version=0, start=0):
-        await self.proxy.tokens_sampled(TokensSampled(name, ((request_id, tokens(ids, version, start)),)))
+    async def sampled(self, name, request_id, ids, version=0, start=0, adapter=""):
+        names = {request_id: adapter} if adapter else {}
+        await self.proxy.tokens_sampled(TokensSampled(name, ((request_id, tokens(ids, version, start)),), names))
 
 
 @pytest.fixture

@@ -4,8 +4,9 @@ import asyncio
 
 import pytest
 
-from actors.affinity.picker import PATIENCE_S
-from planning.step_cost import StepCost, StepSums
+from rubato.actors.affinity.picker import PATIENCE_S
+from rubato.planning.step_cost import StepCost
+from rubato.planning.step_sums import StepSums
 
 MAP = {"read": "h800", "default": "h20"}
 COMPUTE = StepCost(prefill_s=3e-5, step_s=7e-3, token_s=0.0, context_s=6e-8)

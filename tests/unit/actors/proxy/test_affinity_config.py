@@ -2,8 +2,8 @@
 
 import pytest
 
-from runtime.config import from_mapping
-from runtime.errors import ConfigError
+from rubato.runtime.config.compose import from_mapping
+from rubato.runtime.errors import ConfigError
 
 POOLS = {"near": {"count": 1, "hardware": "h800"}, "far": {"count": 3, "hardware": "h20"}}
 
@@ -11,13 +11,13 @@ POOLS = {"near": {"count": 1, "hardware": "h800"}, "far": {"count": 3, "hardware
 def job(affinity, pools=POOLS, **changes):
     return from_mapping({
         "actors": {
-            "sample_buffer": {"class": "actors.samples.buffer:SampleBuffer"},
-            "llm_proxy": {"class": "actors.proxy.proxy:LLMProxy"},
-            "engine": {"class": "actors.engines.worker:EngineWorker"} | ({"pools": pools} if pools else {}),
-            "env_manager": {"class": "actors.envs.manager:EnvManager"},
-            "trainer": {"class": "actors.training.trainer:Trainer"},
+            "sample_buffer": {"class": "rubato.actors.samples.buffer:SampleBuffer"},
+            "llm_proxy": {"class": "rubato.actors.proxy.proxy:LLMProxy"},
+            "engine": {"class": "rubato.actors.engines.worker:EngineWorker"} | ({"pools": pools} if pools else {}),
+            "env_manager": {"class": "rubato.actors.envs.manager:EnvManager"},
+            "trainer": {"class": "rubato.actors.training.trainer:Trainer"},
         },
-        "tasks": {"math": {"reasoning_gym": "chain_sum"}, "game": {"class": "actors.envs.frozen_lake:FrozenLakeText"}},
+        "tasks": {"math": {"reasoning_gym": "chain_sum"}, "game": {"class": "rubato.actors.envs.frozen_lake:FrozenLakeText"}},
         "affinity": affinity,
         **changes,
     })  # fmt: skip

@@ -1,6 +1,6 @@
 """Tokens of a request that moves."""
 
-from actors.messages.generation import Tokens, VersionSpan
+from rubato.actors.messages.generation import Tokens, VersionSpan
 
 
 def test_a_report_adds_the_tokens_after_those_known(tokens):

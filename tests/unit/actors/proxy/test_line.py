@@ -1,6 +1,6 @@
 """Who waits for an engine, lane by lane."""
 
-from actors.proxy.placement import EXACT, PASSED, USUAL, Lane, Line
+from rubato.actors.proxy.placement import EXACT, PASSED, USUAL, Lane, Line
 
 A, B = Lane(USUAL, "a"), Lane(USUAL, "b")
 

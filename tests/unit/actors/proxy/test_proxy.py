@@ -4,9 +4,10 @@ import asyncio
 
 import pytest
 
-from actors.messages.fabric import PhaseIntent
-from actors.messages.generation import Abort, Aborted, Generate, Resume, Suspend, VersionSpan
-from bus.errors import Failed
+from rubato.actors.messages.fabric import PhaseIntent
+from rubato.actors.messages.generation import Abort, Aborted, Generate, Resume, Suspend, VersionSpan
+from rubato.bus.errors import Failed
+from rubato.planning.engine_info import WeightsId
 
 
 def test_a_request_is_answered_by_an_engine(scene, ids_of):
@@ -91,9 +92,7 @@ def test_a_dead_engines_requests_move_with_the_tokens_they_had_streamed(scene, i
         assert ids_of(completion) == [11, 12, 13, 14, 99]
         assert two.generates[0].resumed.spans == (VersionSpan(3, 0, 2), VersionSpan(4, 2, 3))
         assert len(completion.tokens.logprobs) == 5 * 4
-        assert stage.context.notices == [
-            "engine-1 is gone: 1 request moves to engine-2 with the 3 tokens sampled so far"
-        ]
+        assert stage.context.notices == ["engine-1 is gone: 1 request goes to engine-2 with the 3 tokens sampled so far"]
 
     scene(play)
 
@@ -147,9 +146,7 @@ def test_a_drained_engine_hands_its_requests_back_with_all_their_tokens(scene, i
         await asyncio.sleep(1)
 
         assert ids_of(await asking) == [21, 22, 99]
-        assert stage.context.notices == [
-            "engine-1 was drained: 1 request moves to engine-2 with the 2 tokens sampled so far"
-        ]
+        assert stage.context.notices == ["engine-1 was drained: 1 request goes to engine-2 with the 2 tokens sampled so far"]
 
     scene(play)
 
@@ -363,7 +360,7 @@ def test_a_full_queue_answers_aborted_and_says_what_to_raise(scene):
 
 def test_a_picker_of_the_users_decides_which_engine_takes_a_request(scene, tmp_path):
     (tmp_path / "mine.py").write_text(
-        "from actors.proxy.picker import LeastLoaded\n"
+        "from rubato.actors.proxy.picker import LeastLoaded\n"
         "class Last(LeastLoaded):\n"
         "    def usable(self, request):\n"
         "        return [max(self.host.engines.values(), key=lambda engine: engine.name)]\n"
@@ -380,6 +377,27 @@ def test_a_picker_of_the_users_decides_which_engine_takes_a_request(scene, tmp_p
             task.cancel()
 
     scene(play, picker=f"{tmp_path / 'mine.py'}:Last")
+
+
+def test_a_version_of_one_adapter_says_nothing_of_the_other_weights(scene):
+    async def play(stage):
+        seen = []
+        stage.proxy.placement.picker.version_began = seen.append
+        engine = await stage.joins("engine-1")
+        told, answered = [await stage.ask(name, adapter="maths") for name in ("told", "answered")]
+
+        await stage.sampled("engine-1", "told", [11], version=7, adapter="maths")
+        await stage.sampled("engine-1", "of another proxy", [11], version=8, adapter="maths")
+        after_telling = stage.proxy.placement.seats["engine-1"].info.holds
+        engine.complete("answered", [99], version=9)
+        await answered
+        told.cancel()
+
+        assert after_telling == (WeightsId(0), WeightsId(8, "maths"))
+        assert stage.proxy.placement.seats["engine-1"].info.holds == (WeightsId(0), WeightsId(9, "maths"))
+        assert seen == [0]
+
+    scene(play)
 
 
 def test_the_fabric_hears_of_each_version_once_with_the_traffic_since(scene):

@@ -2,11 +2,11 @@
 
 from types import SimpleNamespace
 
-from actors.config import ProxySection
-from actors.messages.generation import Generate, Sampling
-from actors.proxy.picker import LeastLoaded, PickerHost
-from actors.proxy.placement import EngineSeat, Placement, ProxyRequest
-from planning.engine_info import EngineInfo
+from rubato.actors.config import ProxySection
+from rubato.actors.messages.generation import Generate, Sampling
+from rubato.actors.proxy.picker import LeastLoaded, PickerHost
+from rubato.actors.proxy.placement import EngineSeat, Placement, ProxyRequest
+from rubato.planning.engine_info import EngineInfo
 
 
 async def test_the_least_recently_used_session_is_forgotten_first():

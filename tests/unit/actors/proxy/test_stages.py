@@ -5,12 +5,12 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from actors.config import ProxySection
-from actors.messages.generation import Generate, HandedOver, Sampling, Tokens
-from actors.proxy.picker import PickerHost
-from actors.proxy.placement import EngineSeat, ProxyRequest
-from actors.stages.picker import DECODE, PREFILL, StagePicker
-from planning.engine_info import EngineInfo, WeightsId, WeightsNeed
+from rubato.actors.config import ProxySection
+from rubato.actors.messages.generation import Generate, HandedOver, Sampling, Tokens
+from rubato.actors.proxy.picker import PickerHost
+from rubato.actors.proxy.placement import EngineSeat, ProxyRequest
+from rubato.actors.stages.picker import DECODE, PREFILL, StagePicker
+from rubato.planning.engine_info import EngineInfo, WeightsId, WeightsNeed
 from tests.virtual import virtual
 
 
@@ -136,9 +136,7 @@ async def test_a_stage_that_falls_back_is_told_once_with_the_reason_and_again_on
 
     stages.is_now("engine-3", asleep=True)
     stages.hands_over(request(), "engine-1")
-    assert stages.notices[1:] == [
-        "requests to decode go to engines that prefill for now: the engines that decode are asleep"
-    ]
+    assert stages.notices[1:] == ["requests to decode go to engines that prefill for now: the engines that decode are asleep"]
 
 
 @virtual
@@ -151,8 +149,7 @@ async def test_a_stage_that_an_evaluation_holds_is_told_once_however_many_reques
         stages.usable(request(min_version=oldest))
 
     assert stages.notices == [
-        "requests to prefill go to engines that decode for now: the engines that prefill are held at an older version "
-        "for an evaluation"
+        "requests to prefill go to engines that decode for now: the engines that prefill are held at an older version for an evaluation"
     ]
 
 

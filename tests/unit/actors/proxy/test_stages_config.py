@@ -3,13 +3,10 @@
 import pytest
 import yaml
 
-from runtime.config import load
-from runtime.errors import ConfigError
+from rubato.runtime.config.compose import load
+from rubato.runtime.errors import ConfigError
 
-ACTORS = {
-    "llm_proxy": {"class": "actors.proxy.proxy:LLMProxy"},
-    "engine": {"class": "actors.engines.worker:EngineWorker"},
-}
+ACTORS = {"llm_proxy": {"class": "rubato.actors.proxy.proxy:LLMProxy"}, "engine": {"class": "rubato.actors.engines.worker:EngineWorker"}}
 
 
 def write(folder, pools, **sections):
@@ -23,10 +20,7 @@ def write(folder, pools, **sections):
 def test_prefill_and_decode_in_pools_of_their_own(tmp_path):
     job = load(write(tmp_path, ["prefill", "decode"], proxy={"balance": "auto"}))
 
-    assert {pool.name: config.engine.serves for pool, config in job.pooled.items()} == {
-        "prefill": "prefill",
-        "decode": "decode",
-    }
+    assert {pool.name: config.engine.serves for pool, config in job.pooled.items()} == {"prefill": "prefill", "decode": "decode"}
 
 
 @pytest.mark.parametrize(

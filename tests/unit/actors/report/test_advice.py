@@ -4,8 +4,8 @@ from itertools import pairwise
 
 import pytest
 
-from actors.report.advice import STEPS_SEEN, advice_metrics, advice_of, view_of
-from planning.advice import AdviceView
+from rubato.actors.report.advice import STEPS_SEEN, advice_metrics, advice_of, view_of
+from rubato.planning.advice import AdviceView
 
 ROW = {
     "time/step": 2.0,
@@ -28,8 +28,7 @@ ROW = {
 def rows(num=12, **others):
     clock = {"time/unix_s": 2.0, "cpu/host": 3.0}
     return [
-        {"step": float(n), **ROW, **others, "cpu/cores": 2.0} | {key: n * each for key, each in clock.items()}
-        for n in range(1, num + 1)
+        {"step": float(n), **ROW, **others, "cpu/cores": 2.0} | {key: n * each for key, each in clock.items()} for n in range(1, num + 1)
     ]
 
 

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from actors.config import RewardSection
-from actors.messages.samples import MOST_FIGURES
-from actors.report.breakdown import SHOWN, breakdown, left_out, numbers_of
+from rubato.actors.config import RewardSection
+from rubato.actors.messages.samples import MOST_FIGURES
+from rubato.actors.report.breakdown import SHOWN, breakdown, left_out, numbers_of
 
 
 def told(info=None, **scores):

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from actors.report.compare import main
-from runtime.errors import LaunchError
+from rubato.actors.report.compare import main
+from rubato.runtime.errors import LaunchError
 
 
 @pytest.fixture
@@ -47,10 +47,7 @@ def test_runs_that_differ_by_their_seed_are_one_setting_with_mean_and_spread(mak
 
 CHANGED = [
     {"unix_s": 100.5, "changed": [{"key": "train.lr", "old": 0.3, "new": 0.2}]},  # before the first step
-    {
-        "unix_s": 111.5,
-        "changed": [{"key": "train.lr", "old": 0.2, "new": 0.1}, {"key": "run.seed", "old": 1, "new": 1}],
-    },
+    {"unix_s": 111.5, "changed": [{"key": "train.lr", "old": 0.2, "new": 0.1}, {"key": "run.seed", "old": 1, "new": 1}]},
     {"unix_s": 130.0, "changed": [{"key": "train.clip_low", "old": 0.2, "new": 0.5}]},  # nothing was trained after it
 ]
 

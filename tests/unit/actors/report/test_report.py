@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from actors.report.summary import draw, heading, read_run, summary
+from rubato.actors.report.summary import draw, heading, read_run, summary
 
 
 def run_of(folder, *rows, staleness="alpha: 1"):
@@ -95,9 +95,7 @@ def test_a_run_without_losses_says_so_and_nothing_else(closing_lines):
 def test_steps_in_which_nothing_could_be_learned_are_counted(closing_lines):
     lines = closing_lines([("zero_spread", "")] * 32, flat=(0.5, 1.0, 1.0, 1.0))
 
-    assert lines[1].startswith(
-        "! in 3 of 4 steps nothing was learned from rewards: in no group did they have any spread"
-    )
+    assert lines[1].startswith("! in 3 of 4 steps nothing was learned from rewards: in no group did they have any spread")
 
 
 @pytest.mark.parametrize(("num_idle", "begins"), [(0, "done"), (2, "done"), (4, "nothing was learned, done")])
@@ -107,19 +105,14 @@ def test_steps_that_changed_no_weight_are_counted_with_their_cause(num_idle, beg
     first, *lines = summary(run_of(tmp_path, *updates))
 
     assert first.startswith(f"{begins}: ")
-    assert [line.startswith(f"! in {num_idle} of 4 steps no weight changed: no sample") for line in lines].count(
-        True
-    ) == bool(num_idle)
+    assert [line.startswith(f"! in {num_idle} of 4 steps no weight changed: no sample") for line in lines].count(True) == bool(num_idle)
 
 
 @pytest.mark.parametrize(
     ("config", "played"),
     [
         ("env: {class: 'mine.py:Lake'}\nmodel: {path: m}\n", "Lake · model m"),
-        (
-            "env: {class: 'a.b:FrozenLakeText'}\ntasks: {sum: {weight: 1}, only_shown: {weight: 0}, words: {}}\n",
-            "sum, words",
-        ),
+        ("env: {class: 'a.b:FrozenLakeText'}\ntasks: {sum: {weight: 1}, only_shown: {weight: 0}, words: {}}\n", "sum, words"),
         ("tasks: {a: {}, b: {}, c: {}, d: {}}\n", "a, b, c, …"),
         ("", ""),
     ],

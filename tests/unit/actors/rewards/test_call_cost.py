@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from actors.rewards.service import CallCost
+from rubato.actors.rewards.service import CallCost
 
 
 def cost_of(seconds, sizes):

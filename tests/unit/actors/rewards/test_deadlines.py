@@ -4,13 +4,13 @@ import asyncio
 
 import pytest
 
-from actors.config import RewardSection
-from actors.messages.samples import NotScored, Score
-from actors.rewards.deadlines import AnchoredLimit
-from actors.rewards.invoke import HttpBackend, _Again
-from actors.rewards.local import LocalBackend
-from actors.rewards.scorer import Scorer
-from runtime.observe.figures import Metrics
+from rubato.actors.config import RewardSection
+from rubato.actors.messages.samples import NotScored, Score
+from rubato.actors.rewards.deadlines import AnchoredLimit
+from rubato.actors.rewards.invoke import HttpBackend, _Again
+from rubato.actors.rewards.local import LocalBackend
+from rubato.actors.rewards.scorer import Scorer
+from rubato.runtime.observe.figures import Metrics
 
 ONE, OTHER = Score("t1.1", ("a",), b"\x80", "one"), Score("t2.1", ("a",), b"\x80", "other")
 

@@ -4,10 +4,10 @@ from typing import ClassVar
 
 import pytest
 
-from actors.config import RewardSection
-from actors.rewards.scorer import Scorer
-from runtime.pool.errors import PoolError, UserCodeRaised, WorkerDied, WorkerKilled
-from runtime.pool.worker import Traits
+from rubato.actors.config import RewardSection
+from rubato.actors.rewards.scorer import Scorer
+from rubato.runtime.pool.errors import PoolError, UserCodeRaised, WorkerDied, WorkerKilled
+from rubato.runtime.pool.values import Traits
 
 
 class DyingPool:
@@ -31,9 +31,7 @@ def scorer(*failures):
     return made
 
 
-@pytest.mark.parametrize(
-    "failure", [WorkerDied("its process died of SIGKILL", "crashed"), WorkerKilled("another call hung")]
-)
+@pytest.mark.parametrize("failure", [WorkerDied("its process died of SIGKILL", "crashed"), WorkerKilled("another call hung")])
 async def test_a_worker_that_is_killed_as_it_loads_a_function_is_replaced(failure):
     made = scorer(failure, failure)
 

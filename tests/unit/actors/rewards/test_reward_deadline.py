@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.rewards.deadlines import DeadlineRule, anchored, deadline_s
+from rubato.actors.rewards.deadlines import DeadlineRule, anchored, deadline_s
 
 SECONDS = st.floats(0, 1000)
 

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[4]
-SHOW = "import sys, actors.rewards.serve; print(*{name.partition('.')[0] for name in sys.modules})"
+SHOW = "import sys, rubato.actors.rewards.serve; print(*{name.partition('.')[0] for name in sys.modules})"
 
 
 def test_what_the_server_imports_is_what_the_container_installs():

@@ -11,20 +11,20 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from actors.config import SamplesSection, StalenessSection, TrainSection
-from actors.messages.generation import VersionSpan
-from actors.messages.samples import Admit, Put, Segment, Trajectory
-from actors.samples.buffer import SampleBuffer
-from actors.samples.group import SampleEnd
-from actors.samples.journal import ENDS
-from bus.errors import NotSent
-from runtime.actor import RunInfo
-from runtime.observe.figures import Metrics, Waits
-from runtime.observe.log import logger
-from runtime.observe.trace import Trace
-from runtime.registry import ActorRecord
-from runtime.store.errors import Fenced, StoreUnavailable
-from runtime.store.store import MemoryStore
+from rubato.actors.config import SamplesSection, StalenessSection, TrainSection
+from rubato.actors.messages.generation import VersionSpan
+from rubato.actors.messages.samples import Admit, Put, Segment, Trajectory
+from rubato.actors.samples.buffer import SampleBuffer
+from rubato.actors.samples.group import SampleEnd
+from rubato.actors.samples.journal import ENDS
+from rubato.bus.errors import NotSent
+from rubato.runtime.actor import RunInfo
+from rubato.runtime.memory import MemoryStore
+from rubato.runtime.observe.figures import Metrics, Waits
+from rubato.runtime.observe.log import logger
+from rubato.runtime.observe.trace import Trace
+from rubato.runtime.registry import ActorRecord
+from rubato.runtime.store.store import Fenced, StoreUnavailable
 
 NAMES = ("write", "increment")
 """Store calls that change something."""

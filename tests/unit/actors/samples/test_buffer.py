@@ -8,9 +8,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from actors.config import SamplesSection, TrainSection
-from actors.data.prompts import Mixture
-from actors.messages.samples import (
+from rubato.actors.config import SamplesSection, TrainSection
+from rubato.actors.data.prompts import Mixture
+from rubato.actors.messages.samples import (
     Admit,
     Advance,
     Batch,
@@ -28,12 +28,12 @@ from actors.messages.samples import (
     RenewLeases,
     Trajectory,
 )
-from actors.samples import run_files as kept_module
-from actors.samples.group import limits_of
-from actors.samples.run_files import read_kept
-from actors.samples.sample import OutOfOrder, StaleEpoch, seed_of
-from runtime.actor import RunInfo
-from runtime.store.store import Fence
+from rubato.actors.samples import run_files as kept_module
+from rubato.actors.samples.group import limits_of
+from rubato.actors.samples.run_files import read_kept
+from rubato.actors.samples.sample import OutOfOrder, StaleEpoch, seed_of
+from rubato.runtime.actor import RunInfo
+from rubato.runtime.store.store import Fence
 
 
 @dataclass
@@ -59,11 +59,7 @@ class Trainer:
 
 
 def ids(batch):
-    return [
-        msgspec.msgpack.decode(sample, type=Trajectory).ticket.trajectory_id
-        for group in batch.groups
-        for sample in group
-    ]
+    return [msgspec.msgpack.decode(sample, type=Trajectory).ticket.trajectory_id for group in batch.groups for sample in group]
 
 
 async def fill(stage, tickets):
@@ -359,9 +355,7 @@ def test_the_rollouts_of_a_manager_that_left_are_issued_again_at_once(stage):
 
 
 @pytest.mark.parametrize("drains", [True, False])
-def test_one_that_left_is_given_nothing_more_though_it_still_asks_and_a_drain_costs_its_rollouts_no_try(
-    make_stage, drains
-):
+def test_one_that_left_is_given_nothing_more_though_it_still_asks_and_a_drain_costs_its_rollouts_no_try(make_stage, drains):
     stage = make_stage(alpha=0, max_attempts=1)
 
     async def scene():
@@ -377,9 +371,7 @@ def test_one_that_left_is_given_nothing_more_though_it_still_asks_and_a_drain_co
         others = await stage.admit()
 
         assert not asking.done()
-        assert {t.trajectory_id for t in held} & {t.trajectory_id for t in others} == (
-            {t.trajectory_id for t in held} if drains else set()
-        )
+        assert {t.trajectory_id for t in held} & {t.trajectory_id for t in others} == ({t.trajectory_id for t in held} if drains else set())
         asking.cancel()
 
     stage.run(scene)
@@ -746,9 +738,7 @@ def test_what_a_rollout_that_failed_had_played_stays_readable(stage, trajectory)
         await stage.buffer.give_up(GiveUp(other, "crashed", retry=True, played=tried))
         await stage.buffer.on_drain()
 
-        assert {t.ticket.trajectory_id: t.reason for t in read_kept(stage.folder)} == {
-            one.trajectory_id: "env_step_failed: it raised"
-        }
+        assert {t.ticket.trajectory_id: t.reason for t in read_kept(stage.folder)} == {one.trajectory_id: "env_step_failed: it raised"}
 
     stage.run(scene)
 
@@ -978,9 +968,7 @@ def test_tickets_of_an_asker_that_gave_up_before_they_were_durable_are_not_lost(
 
         tickets = await stage.admit(wait_s=10.0)
 
-        assert [(t.trajectory_id, t.attempt) for t in tickets[:3]] == [
-            (f"g{g:08d}.{m}", 1) for g, m in ((0, 0), (0, 1), (1, 0))
-        ]
+        assert [(t.trajectory_id, t.attempt) for t in tickets[:3]] == [(f"g{g:08d}.{m}", 1) for g, m in ((0, 0), (0, 1), (1, 0))]
 
     stage.run(scene)
 
@@ -1113,9 +1101,7 @@ def test_a_job_without_any_spread_ends_with_a_sentence_instead_of_never(make_sta
             for ticket in await stage.admit():
                 await stage.put(ticket, 0.5)
 
-        assert [(reason[:42], failed) for reason, failed in stage.finished] == [
-            ("10 groups in a row had no reward spread: e", True)
-        ]
+        assert [(reason[:42], failed) for reason, failed in stage.finished] == [("10 groups in a row had no reward spread: e", True)]
         assert [text[:41] for text in stage.notices] == ["8 groups in a row had no reward spread: e"]
 
     stage.run(scene)

@@ -5,14 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from actors.messages.samples import Cancel, Close, GiveUp, RenewLeases
-from actors.samples.group import GroupLimits
-from actors.samples.groups import Groups
-from actors.samples.sample import Outcome
+from rubato.actors.messages.samples import Cancel, Close, GiveUp, RenewLeases
+from rubato.actors.samples.group import GroupLimits
+from rubato.actors.samples.groups import Groups
+from rubato.actors.samples.sample import Outcome
 
-LIMITS = GroupLimits(
-    group_size=2, batch_groups=1, steps=100, run_seed=1, max_attempts=2, unbounded_batches=8, ticket_ttl_s=10.0
-)
+LIMITS = GroupLimits(group_size=2, batch_groups=1, steps=100, run_seed=1, max_attempts=2, unbounded_batches=8, ticket_ttl_s=10.0)
 
 
 def issue(groups, num, holder="env_manager-1"):

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.report.summary import read_run
-from actors.report.transcripts.reading import Filters, find
-from actors.samples import run_files as ledger_module
-from actors.samples.parts import LOST, close_part, read_lines, reopen
-from runtime.launch.folder import RunFolder
-from runtime.store.store import MemoryStore
+from rubato.actors.report.summary import read_run
+from rubato.actors.report.transcripts.reading import Filters, find
+from rubato.actors.samples import run_files as ledger_module
+from rubato.actors.samples.run_files import LOST, close_part, read_lines, reopen
+from rubato.runtime.launch.folder import RunFolder
+from rubato.runtime.memory import MemoryStore
 from tests.unit.actors.samples.test_ledger import Frozen, ledger_of, opened, tell
 
 
@@ -81,12 +81,7 @@ async def test_a_file_that_reaches_its_size_becomes_a_part_and_lines_are_counted
     await tell(store, "d")
     await ledger.catch_up()
 
-    assert names(tmp_path) == [
-        "samples-000001.jsonl.gz",
-        "samples-000002.jsonl.gz",
-        "samples.jsonl",
-        "samples.parts.json",
-    ]
+    assert names(tmp_path) == ["samples-000001.jsonl.gz", "samples-000002.jsonl.gz", "samples.jsonl", "samples.parts.json"]
     assert ids(tmp_path) == ["a", "b", "c", "d"]
     assert ledger.index == 4
 
@@ -146,10 +141,7 @@ async def test_lines_are_counted_on_where_a_user_removed_an_old_part(tmp_path, m
     closed(tmp_path)
 
     assert (ids(tmp_path), ledger.index) == (["b", "c", "d"], 4)
-    assert [name for name in names(tmp_path) if name.endswith("gz")] == [
-        "samples-000002.jsonl.gz",
-        "samples-000003.jsonl.gz",
-    ]
+    assert [name for name in names(tmp_path) if name.endswith("gz")] == ["samples-000002.jsonl.gz", "samples-000003.jsonl.gz"]
 
 
 @pytest.mark.parametrize("file", ["samples.jsonl", "samples.parts.json"])
@@ -212,9 +204,7 @@ async def test_a_buffer_that_was_replaced_closes_no_part_of_its_successor(tmp_pa
 
 
 @settings(max_examples=150, deadline=None)
-@given(
-    acts=st.lists(st.sampled_from(["end", "end", "close", "restart", "crash"]), max_size=30), compared=st.integers(1, 5)
-)
+@given(acts=st.lists(st.sampled_from(["end", "end", "close", "restart", "crash"]), max_size=30), compared=st.integers(1, 5))
 def test_line_i_is_the_ith_end_whatever_was_closed_and_restarted(tmp_path_factory, acts, compared):
     folder, store = tmp_path_factory.mktemp("run"), MemoryStore()
 
@@ -259,12 +249,7 @@ def test_the_report_and_the_samples_command_read_closed_parts(tmp_path):
     }
     for name in "ab":
         with (tmp_path / "samples.jsonl").open("a") as file:
-            file.write(
-                json.dumps(
-                    {"trajectory_id": name, "reward": None, "purpose": "train", "cut": False, "scores": {}} | line
-                )
-                + "\n"
-            )
+            file.write(json.dumps({"trajectory_id": name, "reward": None, "purpose": "train", "cut": False, "scores": {}} | line) + "\n")
         closed(tmp_path)
     (tmp_path / "config.yaml").write_text("run: {steps: 1}\nstaleness: {alpha: 1}\n")
 

@@ -8,7 +8,7 @@ from collections import Counter
 import msgspec
 import pytest
 
-from actors.messages.samples import Admit, Advance, Batch, Claim, Close, Commit, DrawEpoch, GiveUp, Put, Trajectory
+from rubato.actors.messages.samples import Admit, Advance, Batch, Claim, Close, Commit, DrawEpoch, GiveUp, Put, Trajectory
 
 STEPS, BATCH_GROUPS, GROUP_SIZE, ALPHA = 5, 2, 3, 1
 ENOUGH = 400
@@ -98,9 +98,7 @@ def test_a_death_at_any_write_loses_and_doubles_nothing(make_stage, trajectory, 
     died = True
     spare = spread
     while died and spare < ENOUGH:
-        stage = make_stage(
-            alpha=ALPHA, batch_groups=BATCH_GROUPS, group_size=GROUP_SIZE, steps=STEPS, ticket_ttl_s=4.0, max_attempts=5
-        )
+        stage = make_stage(alpha=ALPHA, batch_groups=BATCH_GROUPS, group_size=GROUP_SIZE, steps=STEPS, ticket_ttl_s=4.0, max_attempts=5)
         (tmp_path / "samples.jsonl").unlink(missing_ok=True)
         job = Job(stage, trajectory, seed=spare)
 
@@ -117,9 +115,7 @@ def test_a_death_at_any_write_loses_and_doubles_nothing(make_stage, trajectory, 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_deaths_again_and_again_lose_and_double_nothing(make_stage, trajectory, seed):
-    stage = make_stage(
-        alpha=ALPHA, batch_groups=BATCH_GROUPS, group_size=GROUP_SIZE, steps=STEPS, ticket_ttl_s=4.0, max_attempts=99
-    )
+    stage = make_stage(alpha=ALPHA, batch_groups=BATCH_GROUPS, group_size=GROUP_SIZE, steps=STEPS, ticket_ttl_s=4.0, max_attempts=99)
     stage.faults = random.Random(seed)
     job = Job(stage, trajectory, seed)
 

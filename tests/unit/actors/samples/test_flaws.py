@@ -8,9 +8,9 @@ from array import array
 import msgspec
 import pytest
 
-from actors.messages.generation import VersionSpan
-from actors.messages.samples import Advance, Batch, Claim, DrawEpoch, Evaluate, Put, Segment, Ticket, Trajectory
-from actors.samples.sample import flaw
+from rubato.actors.messages.generation import VersionSpan
+from rubato.actors.messages.samples import Advance, Batch, Claim, DrawEpoch, Evaluate, Put, Segment, Ticket, Trajectory
+from rubato.actors.samples.sample import flaw
 
 VOCABULARY, NEWEST = 100, 5
 TICKET = Ticket("g00000000.0", "g00000000", 1, 0, 7, 3)
@@ -59,10 +59,7 @@ FLAWED = (
             segment_with(tokens=ints(1, 2, 100, 0, 5, 6)),
             "bad_trajectory: token 100 is outside the vocabulary of 100",
         ),
-        "a negative token": (
-            segment_with(tokens=ints(1, 2, -1, 0, 5, 6)),
-            "bad_trajectory: token -1 is none of a vocabulary",
-        ),
+        "a negative token": (segment_with(tokens=ints(1, 2, -1, 0, 5, 6)), "bad_trajectory: token -1 is none of a vocabulary"),
         "the largest int32": (
             segment_with(tokens=ints(1, 2, 2**31 - 1, 0, 5, 6)),
             "bad_trajectory: token 2147483647 is outside the vocabulary of 100",
@@ -83,10 +80,7 @@ FLAWED = (
             segment_with(mask=b""),
             "bad_trajectory: a segment has 24 bytes of tokens, 24 of log-probs and 0 of mask",
         ),
-        "a mask of 2": (
-            segment_with(mask=bytes([0, 2, 1, 0, 1, 1])),
-            "bad_trajectory: a mask holds something else than 0 and 1",
-        ),
+        "a mask of 2": (segment_with(mask=bytes([0, 2, 1, 0, 1, 1])), "bad_trajectory: a mask holds something else than 0 and 1"),
         "a span past the end": (spans((3, 1, 3), (4, 4, 7)), "the span 4 to 7 does not lie in order within 6 tokens"),
         "a span before the beginning": (spans((3, -1, 3), (4, 4, 6)), "the span -1 to 3 does not lie in order"),
         "an empty span": (spans((3, 1, 3), (4, 4, 4), (4, 4, 6)), "the span 4 to 4 does not lie in order"),
@@ -95,27 +89,18 @@ FLAWED = (
         "spans that overlap": (spans((3, 1, 5), (4, 4, 6)), "the span 4 to 6 does not lie in order within 6 tokens"),
         "sampled tokens that no span covers": (spans((3, 1, 3), (4, 5, 6)), "spans cover 3 of 4 sampled tokens"),
         "no span at all": (segment_with(spans=()), "bad_trajectory: spans cover 0 of 4 sampled tokens"),
-        "a future version": (
-            spans((3, 1, 3), (6, 4, 6)),
-            "future_version: it was sampled under version 6, and 5 is the newest",
-        ),
+        "a future version": (spans((3, 1, 3), (6, 4, 6)), "future_version: it was sampled under version 6, and 5 is the newest"),
         "a version below the ticket's": (
             trajectory_with(ticket=msgspec.structs.replace(TICKET, version=4)),
             "bad_trajectory: it begins with version 3, its ticket says 4",
         ),
         "no segment": (trajectory_with(segments=()), "bad_trajectory: it has no sampled token"),
-        "no sampled token": (
-            segment_with(mask=bytes(6), spans=()),
-            "bad_trajectory: it has no sampled token",
-        ),
+        "no sampled token": (segment_with(mask=bytes(6), spans=()), "bad_trajectory: it has no sampled token"),
         "spans that cover no sampled token": (segment_with(mask=bytes(6)), "bad_trajectory: it has no sampled token"),
         "a NaN reward": (trajectory_with(reward=math.nan), "reward_not_finite"),
         "an infinite reward": (trajectory_with(reward=-math.inf), "reward_not_finite"),
         "a reward beyond float32": (trajectory_with(reward=1e200), "reward_out_of_range"),
-        "a temperature that is not finite": (
-            trajectory_with(temperature=math.nan),
-            "bad_trajectory: its temperature is nan",
-        ),
+        "a temperature that is not finite": (trajectory_with(temperature=math.nan), "bad_trajectory: its temperature is nan"),
         "a temperature below 0": (trajectory_with(temperature=-1.0), "bad_trajectory: its temperature is -1.0"),
         "a temperature that no float32 divides by": (trajectory_with(temperature=1e-40), "its temperature is 1e-40"),
         "a second segment that is flawed": (
@@ -249,9 +234,7 @@ def test_the_user_is_told_once_of_each_kind_of_flaw(stage, trajectory):
         tickets = await stage.admit(num=4)
         for ticket, value in zip(tickets, (0.5, 0.7, -1e4, 0.6), strict=True):
             whole = trajectory(ticket)
-            segment = msgspec.structs.replace(
-                whole.segments[0], logprobs=floats(*[value] * len(whole.segments[0].mask))
-            )
+            segment = msgspec.structs.replace(whole.segments[0], logprobs=floats(*[value] * len(whole.segments[0].mask)))
             await stage.buffer.put(Put(msgspec.structs.replace(whole, segments=(segment,))))
 
     stage.run(scene)

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from actors.config import SamplesSection, TrainSection
-from actors.data.prompts import Mixture
-from actors.samples.group import Group, Member, SampleEnd, limits_of, teach
-from actors.samples.run_files import line_of
-from actors.samples.sample import Outcome
-from runtime.actor import RunInfo
+from rubato.actors.config import SamplesSection, TrainSection
+from rubato.actors.data.prompts import Mixture
+from rubato.actors.samples.group import Group, Member, SampleEnd, limits_of, teach
+from rubato.actors.samples.run_files import line_of
+from rubato.actors.samples.sample import Outcome
+from rubato.runtime.actor import RunInfo
 
 STATES = ("open", "ready", "bound", "trained", "ended")
 
@@ -75,8 +75,7 @@ def test_a_group_lives_from_its_first_ticket_to_a_committed_step():
 
 
 @pytest.mark.parametrize(
-    ("rewards", "fate"),
-    [((0.0, 1.0, None), "trained"), ((1.0, 1.0, None), "zero_spread"), ((1.0, 1.0, 1.0), "zero_spread")],
+    ("rewards", "fate"), [((0.0, 1.0, None), "trained"), ((1.0, 1.0, None), "zero_spread"), ((1.0, 1.0, 1.0), "zero_spread")]
 )
 def test_a_complete_group_has_one_verdict(rewards, fate):
     group = group_of(*rewards)
@@ -124,9 +123,7 @@ def test_a_penalty_on_cut_samples_is_spread_too():
 
 
 def test_what_a_running_rollout_sampled_is_not_known_as_its_group_ends():
-    group = Group(
-        "g00000005", 5, [Member("running", attempt=1), Member("scored", attempt=1, outcome=Outcome(0, 1.0, 7, 2))]
-    )
+    group = Group("g00000005", 5, [Member("running", attempt=1), Member("scored", attempt=1, outcome=Outcome(0, 1.0, 7, 2))])
 
     lines = [line_of(end) for end in group.discard("stale")]
 

@@ -5,16 +5,14 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from actors.data.prompts import Mixture, Prompts
-from actors.samples import groups as groups_module
-from actors.samples.group import NOTHING, Group, GroupLimits, Member, Receipt, SampleEnd, Training
-from actors.samples.groups import ROUNDS_KEPT, Groups
-from actors.samples.sample import Outcome, OutOfOrder, StaleEpoch, Tally
-from planning.prompts import Epochs, shuffled
+from rubato.actors.data.prompts import Mixture, Prompts
+from rubato.actors.samples import groups as groups_module
+from rubato.actors.samples.group import NOTHING, Group, GroupLimits, Member, Receipt, SampleEnd, Training
+from rubato.actors.samples.groups import ROUNDS_KEPT, Groups
+from rubato.actors.samples.sample import Outcome, OutOfOrder, StaleEpoch, Tally
+from rubato.planning.prompts import Epochs, shuffled
 
-LIMITS = GroupLimits(
-    group_size=2, batch_groups=1, steps=100, run_seed=1, max_attempts=2, unbounded_batches=8, ticket_ttl_s=10.0
-)
+LIMITS = GroupLimits(group_size=2, batch_groups=1, steps=100, run_seed=1, max_attempts=2, unbounded_batches=8, ticket_ttl_s=10.0)
 
 
 @pytest.fixture
@@ -68,9 +66,7 @@ def test_every_change_is_noted_once(groups):
     assert (nothing.groups, nothing.payloads, nothing.ends, nothing.training) == ({}, {}, [], False)
     assert list(third.groups) == ["g00000000"]
     assert fourth.payloads == dict.fromkeys(names)
-    assert [(end.trajectory_id, end.fate, end.step, end.epoch) for end in fourth.ends] == [
-        (name, "trained", 1, 4) for name in names
-    ]
+    assert [(end.trajectory_id, end.fate, end.step, end.epoch) for end in fourth.ends] == [(name, "trained", 1, 4) for name in names]
 
 
 def test_a_filed_sample_leaves_no_payload_to_delete(groups):
@@ -246,9 +242,7 @@ def test_a_group_of_which_samples_are_gone_trains_with_the_rest_or_ends(lost):
 
 
 def three_members():
-    return GroupLimits(
-        group_size=3, batch_groups=1, steps=100, run_seed=1, max_attempts=2, unbounded_batches=8, ticket_ttl_s=10.0
-    )
+    return GroupLimits(group_size=3, batch_groups=1, steps=100, run_seed=1, max_attempts=2, unbounded_batches=8, ticket_ttl_s=10.0)
 
 
 def test_a_trainer_that_begins_again_trains_the_same_groups_in_the_same_order(groups):
@@ -281,9 +275,7 @@ def test_a_run_that_goes_on_with_a_lower_bound_samples_anew_what_bound_steps_hav
     found = groups.drop_bound(alpha)
 
     assert found == dropped
-    assert {end.group_id for end in groups.take_changes().ends if end.fate == "stale"} == {
-        name for step in dropped for name in bound[step]
-    }
+    assert {end.group_id for end in groups.take_changes().ends if end.fate == "stale"} == {name for step in dropped for name in bound[step]}
     assert [*groups.steps] == [step for step in (2, 3) if step not in dropped]
     assert all(group.state == "bound" for each in groups.steps.values() for group in each)
 

@@ -4,20 +4,10 @@ import asyncio
 
 import pytest
 
-from actors.messages.samples import (
-    Advance,
-    Batch,
-    Claim,
-    Close,
-    Commit,
-    DrawEpoch,
-    GiveUp,
-    Put,
-    RenewLeases,
-)
-from actors.samples import sample
-from actors.samples.sample import StaleEpoch
-from bus.message import Ack
+from rubato.actors.messages.samples import Advance, Batch, Claim, Close, Commit, DrawEpoch, GiveUp, Put, RenewLeases
+from rubato.actors.samples import sample
+from rubato.actors.samples.sample import StaleEpoch
+from rubato.bus.message import Ack
 
 
 async def fill(stage, tickets):
@@ -94,11 +84,7 @@ def test_a_failed_member_has_a_fate_after_a_crash(make_stage, slow, late):
         told = (await stage.buffer.give_up(GiveUp(bad, "env_step_failed"))).fate
 
         assert told == "failed"
-        assert await stage.fates() == {
-            bad.trajectory_id: "failed",
-            one.trajectory_id: "trained",
-            two.trajectory_id: "trained",
-        }
+        assert await stage.fates() == {bad.trajectory_id: "failed", one.trajectory_id: "trained", two.trajectory_id: "trained"}
 
     stage.run(scene)
 

@@ -6,18 +6,16 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from actors.samples.group import GroupLimits, SampleEnd
-from actors.samples.groups import Groups
-from actors.samples.journal import ENDS, GROUP, PAYLOAD, Journal, read_records
-from actors.samples.sample import Outcome
-from runtime.observe.figures import Metrics
-from runtime.observe.log import logger
-from runtime.store.errors import Fenced, StoreUnavailable
-from runtime.store.store import Fence, MemoryStore
+from rubato.actors.samples.group import GroupLimits, SampleEnd
+from rubato.actors.samples.groups import Groups
+from rubato.actors.samples.journal import ENDS, GROUP, PAYLOAD, Journal, read_records
+from rubato.actors.samples.sample import Outcome
+from rubato.runtime.memory import MemoryStore
+from rubato.runtime.observe.figures import Metrics
+from rubato.runtime.observe.log import logger
+from rubato.runtime.store.store import Fence, Fenced, StoreUnavailable
 
-LIMITS = GroupLimits(
-    group_size=2, batch_groups=2, steps=100, run_seed=1, max_attempts=3, unbounded_batches=8, ticket_ttl_s=30.0
-)
+LIMITS = GroupLimits(group_size=2, batch_groups=2, steps=100, run_seed=1, max_attempts=3, unbounded_batches=8, ticket_ttl_s=30.0)
 
 
 class Writes:

@@ -7,9 +7,9 @@ from contextlib import suppress
 import msgspec
 import pytest
 
-from actors.messages.samples import Ticket
-from actors.samples import run_files as kept_module
-from actors.samples.run_files import EVAL_ROLLOUTS, KeptTrajectories, read_kept
+from rubato.actors.messages.samples import Ticket
+from rubato.actors.samples import run_files as kept_module
+from rubato.actors.samples.run_files import EVAL_ROLLOUTS, KeptTrajectories, read_kept
 
 
 class FakeLog:
@@ -70,9 +70,7 @@ async def test_a_restart_goes_on_with_what_is_there(make_kept, tmp_path, traject
     assert sorted(groups_in(tmp_path)) == [f"g{number:08d}" for number in range(0, 100, 16)]
 
 
-async def test_of_an_evaluation_the_same_tasks_are_kept_each_time_and_the_newest_never_goes(
-    make_kept, tmp_path, trajectory
-):
+async def test_of_an_evaluation_the_same_tasks_are_kept_each_time_and_the_newest_never_goes(make_kept, tmp_path, trajectory):
     kept = make_kept(4 * 4 * EVAL_ROLLOUTS)
 
     for version in range(0, 100, 10):
@@ -140,9 +138,7 @@ async def test_the_newest_rollouts_that_failed_are_kept_beside_the_others_and_bo
     assert {t.reason for t in read_kept(tmp_path)} == {"", "reward_failed: it raised"}
 
 
-async def test_a_burst_of_failed_rollouts_waits_in_bounded_memory_and_the_newest_of_it_are_kept(
-    make_kept, tmp_path, trajectory
-):
+async def test_a_burst_of_failed_rollouts_waits_in_bounded_memory_and_the_newest_of_it_are_kept(make_kept, tmp_path, trajectory):
     kept = make_kept(4)
     for ticket in (ticket for group in range(1000) for ticket in tickets_of(group)):
         kept.offer(msgspec.structs.replace(trajectory(ticket), reason="env_timeout"))

@@ -6,16 +6,16 @@ import json
 import msgspec
 import pytest
 
-from actors.samples import run_files as ledger_module
-from actors.samples.group import NOTHING, GroupLimits, SampleEnd
-from actors.samples.groups import Groups
-from actors.samples.journal import ENDS, Journal
-from actors.samples.run_files import SampleLedger, line_of, read_tail
-from actors.samples.sample import Outcome
-from runtime.observe.figures import Metrics
-from runtime.observe.log import logger
-from runtime.store.errors import Fenced
-from runtime.store.store import Append, Fence, MemoryStore
+from rubato.actors.samples import run_files as ledger_module
+from rubato.actors.samples.group import NOTHING, GroupLimits, SampleEnd
+from rubato.actors.samples.groups import Groups
+from rubato.actors.samples.journal import ENDS, Journal
+from rubato.actors.samples.run_files import SampleLedger, line_of, read_tail
+from rubato.actors.samples.sample import Outcome
+from rubato.runtime.memory import MemoryStore
+from rubato.runtime.observe.figures import Metrics
+from rubato.runtime.observe.log import logger
+from rubato.runtime.store.store import Append, Fence, Fenced
 
 
 async def inline(fn, *args):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from actors.samples.sample import (
+from rubato.actors.samples.sample import (
     PayloadLost,
     file_payload,
     group_id,

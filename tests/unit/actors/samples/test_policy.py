@@ -5,20 +5,18 @@ import asyncio
 import msgspec
 import pytest
 
-from actors.messages.samples import Batch, Claim, DrawEpoch
-from actors.samples.group import Group, GroupLimits, Training
-from actors.samples.groups import Groups
-from actors.samples.policy import Ending, PolicyPlugin
-from actors.samples.sample import Outcome
-from planning.staleness import Admission
-from runtime.errors import ConfigError
+from rubato.actors.messages.samples import Batch, Claim, DrawEpoch
+from rubato.actors.samples.group import Group, GroupLimits, Training
+from rubato.actors.samples.groups import Groups
+from rubato.actors.samples.policy import Ending, PolicyPlugin
+from rubato.actors.samples.sample import Outcome
+from rubato.planning.staleness import Admission
+from rubato.runtime.errors import ConfigError
 
-LIMITS = GroupLimits(
-    group_size=2, batch_groups=1, steps=10, run_seed=1, max_attempts=2, unbounded_batches=8, ticket_ttl_s=10.0
-)
+LIMITS = GroupLimits(group_size=2, batch_groups=1, steps=10, run_seed=1, max_attempts=2, unbounded_batches=8, ticket_ttl_s=10.0)
 
 OWN = """
-from actors.samples.policy import Ending, PolicyPlugin
+from rubato.actors.samples.policy import Ending, PolicyPlugin
 
 class NoZeros(PolicyPlugin):
     key = "no_zeros"

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from actors.messages.samples import GiveUp
-from planning.failures import PAUSE_S, STREAK
+from rubato.actors.messages.samples import GiveUp
+from rubato.planning.failures import PAUSE_S, STREAK
 
 GOOD, BAD = "env_manager-1", "env_manager-2"
 
@@ -53,7 +53,7 @@ def test_it_is_told_once_gets_no_more_and_its_last_failure_goes_to_another(stage
 
 def test_it_is_tried_with_one_ticket_after_pauses_that_grow_until_one_gets_through(stage, monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("actors.samples.leases.HolderRecords._now", lambda self: now[0])
+    monkeypatch.setattr("rubato.actors.samples.leases.HolderRecords._now", lambda self: now[0])
 
     async def scene():
         await stage.start()

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from actors.messages.samples import Advance, Batch, Claim, Commit, DrawEpoch, GiveUp, Put
+from rubato.actors.messages.samples import Advance, Batch, Claim, Commit, DrawEpoch, GiveUp, Put
 
 
 async def begin(stage):
@@ -224,9 +224,7 @@ def test_a_late_put_of_an_older_attempt_is_superseded_although_its_group_trained
     stage.run(scene)
 
 
-def test_files_that_nobody_waits_for_are_gone_after_a_restart_and_those_of_samples_that_may_train_are_not(
-    stage, trajectory
-):
+def test_files_that_nobody_waits_for_are_gone_after_a_restart_and_those_of_samples_that_may_train_are_not(stage, trajectory):
     async def scene():
         tickets = await begin(stage)
         folder = stage.folder / "samples"
@@ -277,9 +275,7 @@ def large_ones(stage, tickets, trajectory):
     return put()
 
 
-@pytest.mark.parametrize(
-    "damage", [lambda path: path.unlink(), lambda path: path.write_bytes(b"half")], ids=["gone", "damaged"]
-)
+@pytest.mark.parametrize("damage", [lambda path: path.unlink(), lambda path: path.write_bytes(b"half")], ids=["gone", "damaged"])
 def test_a_damaged_payload_is_told_and_counted_when_a_group_shrinks_by_it(make_stage, trajectory, damage):
     stage = make_stage(group_size=4, batch_groups=1, alpha=0)
 
@@ -301,9 +297,7 @@ def test_a_damaged_payload_is_told_and_counted_when_a_group_shrinks_by_it(make_s
     stage.run(scene)
 
 
-def test_payloads_of_a_bound_step_that_were_damaged_since_are_told_too_and_an_empty_group_is_none(
-    make_stage, trajectory
-):
+def test_payloads_of_a_bound_step_that_were_damaged_since_are_told_too_and_an_empty_group_is_none(make_stage, trajectory):
     stage = make_stage(group_size=2, batch_groups=2, alpha=0)
 
     async def scene():
@@ -320,8 +314,7 @@ def test_payloads_of_a_bound_step_that_were_damaged_since_are_told_too_and_an_em
 
         assert [len(group) for group in batch.groups] == [1]
         assert stage.notices == [
-            "3 samples are gone or damaged (g00000000.0 first): their groups train without them, "
-            "and end where fewer than 2 are left"
+            "3 samples are gone or damaged (g00000000.0 first): their groups train without them, and end where fewer than 2 are left"
         ]
         assert stage.process.metrics.snapshot()["samples/damaged"] == 3
 

@@ -6,22 +6,10 @@ import json
 import msgspec
 import pytest
 
-from actors.checkpoints import checkpoint
-from actors.messages.samples import (
-    Admit,
-    Advance,
-    Batch,
-    Claim,
-    Commit,
-    DrawEpoch,
-    GiveUp,
-    NotReady,
-    Put,
-    StepRaised,
-    Trajectory,
-)
-from actors.samples.journal import ENDS, GROUP, PAYLOAD, read_records
-from actors.samples.sample import OutOfOrder, StaleEpoch
+from rubato.actors.checkpoints import checkpoint
+from rubato.actors.messages.samples import Admit, Advance, Batch, Claim, Commit, DrawEpoch, GiveUp, NotReady, Put, StepRaised, Trajectory
+from rubato.actors.samples.journal import ENDS, GROUP, PAYLOAD, read_records
+from rubato.actors.samples.sample import OutOfOrder, StaleEpoch
 
 
 @pytest.fixture
@@ -53,9 +41,7 @@ async def train(stage, step, epoch):
 
 def names(batch):
     assert isinstance(batch, Batch)
-    return [
-        msgspec.msgpack.decode(each, type=Trajectory).ticket.trajectory_id for group in batch.groups for each in group
-    ]
+    return [msgspec.msgpack.decode(each, type=Trajectory).ticket.trajectory_id for group in batch.groups for each in group]
 
 
 def save(stage, step, *batches):
@@ -265,9 +251,7 @@ def test_what_was_acknowledged_is_not_lost_in_an_outage_longer_than_what_the_sto
 
 @pytest.mark.parametrize("what", ["commit", "give_up", "put"])
 @pytest.mark.parametrize("spare", [0, 1])
-def test_what_happens_while_everything_is_written_anew_is_whole_after_a_death(
-    stage, remember, slow, trajectory, what, spare
-):
+def test_what_happens_while_everything_is_written_anew_is_whole_after_a_death(stage, remember, slow, trajectory, what, spare):
     """A change comes while the buffer reads what the Store still has; then it dies at a later write. Either all of it is there or none."""
     chosen = []
     slow("scan", before=1.0, when=lambda n, args: bool(chosen))
@@ -286,11 +270,9 @@ def test_what_happens_while_everything_is_written_anew_is_whole_after_a_death(
         await asyncio.sleep(0.5)
         process.spare = 1 + spare  # what is written anew, and what came meanwhile
         process.before = True
-        request = {
-            "commit": Commit(1, epoch),
-            "give_up": GiveUp(tickets[3], "env_step_failed"),
-            "put": Put(trajectory(tickets[3], 1.0)),
-        }[what]
+        request = {"commit": Commit(1, epoch), "give_up": GiveUp(tickets[3], "env_step_failed"), "put": Put(trajectory(tickets[3], 1.0))}[
+            what
+        ]
         asking = stage.tasks.create_task(stage.ask(what, request))
         await asyncio.sleep(30.0)
         await asking
@@ -348,9 +330,7 @@ def test_a_frozen_buffer_whose_successor_the_store_forgot(stage, remember, traje
 
         assert (stage.buffer is new) == (not wakes)
         assert names(batch) == [three.trajectory_id, four.trajectory_id]
-        assert {name: end[:2] for name, end in (await stage.trained()).items()} == dict.fromkeys(
-            names(first), ("trained", 1)
-        )
+        assert {name: end[:2] for name, end in (await stage.trained()).items()} == dict.fromkeys(names(first), ("trained", 1))
 
     stage.run(scene)
 
@@ -402,9 +382,7 @@ def test_a_step_that_was_trained_is_known_from_the_checkpoint(stage, remember):
 
 @pytest.mark.parametrize("since", ["start", "admitted", "half", "put"])
 @pytest.mark.parametrize("asks", ["commit", "draw_epoch"])
-def test_samples_that_were_trained_end_once_and_never_train_again_however_much_was_forgotten(
-    stage, remember, since, asks
-):
+def test_samples_that_were_trained_end_once_and_never_train_again_however_much_was_forgotten(stage, remember, since, asks):
     async def scene():
         epoch = await begin(stage)
         forgets = {"start": remember(stage.store)}
@@ -502,9 +480,7 @@ def test_a_failed_member_of_a_trained_group_has_its_end_once(make_stage, remembe
         await stage.start()
         await stage.buffer.commit(Commit(1, epoch))
 
-        assert await stage.trained() == {bad.trajectory_id: ("failed", 0, 0)} | {
-            t.trajectory_id: ("trained", 1, epoch) for t in good
-        }
+        assert await stage.trained() == {bad.trajectory_id: ("failed", 0, 0)} | {t.trajectory_id: ("trained", 1, epoch) for t in good}
 
     stage.run(scene)
 

@@ -5,16 +5,16 @@ from contextlib import aclosing
 
 import pytest
 
-from actors.config import ModelSection
-from actors.engines.engine import EngineError, Work
-from actors.engines.pace import EnginePace, deployment_of
-from actors.engines.scheduler import Row
-from actors.engines.section import EngineSection, PaceSection
-from actors.messages.generation import Sampling
-from actors.scripted.paced import scripted_engine
-from planning.roofline import Roofline
-from sim.engine_model import ModelledEngine
-from sim.timeline import Timeline
+from rubato.actors.config import ModelSection
+from rubato.actors.engines.engine import EngineError, Work
+from rubato.actors.engines.pace import EnginePace, deployment_of
+from rubato.actors.engines.scheduler import Row
+from rubato.actors.engines.section import EngineSection, PaceSection
+from rubato.actors.messages.generation import Sampling
+from rubato.actors.scripted.paced import scripted_engine
+from rubato.planning.roofline import Roofline
+from rubato.sim.engine_model import ModelledEngine
+from rubato.sim.timeline import Timeline
 from tests.models import weights_image, write_model
 from tests.virtual import virtual
 

@@ -1,8 +1,8 @@
 import pytest
 
-from bus.codec import MAX_FRAME_BYTES
-from bus.errors import BadFrame
-from bus.unix.zmtp import GATHERED_BYTES, GREETING, MAX_COMMAND_BYTES, PING, Reader, header, ready
+from rubato.bus.codec import MAX_FRAME_BYTES
+from rubato.bus.errors import BadFrame
+from rubato.bus.unix.zmtp import GATHERED_BYTES, GREETING, MAX_COMMAND_BYTES, PING, Reader, header, ready
 
 
 class Ear:
@@ -11,9 +11,7 @@ class Ear:
     def __init__(self, said: bytes = b"") -> None:
         self.heard: list[list[bytes]] = []
         self.answered: list[bytes] = []
-        self.reader = Reader(
-            lambda first, beside: self.heard.append([bytes(first), *map(bytes, beside)]), self.answered.append
-        )
+        self.reader = Reader(lambda first, beside: self.heard.append([bytes(first), *map(bytes, beside)]), self.answered.append)
         if said:
             self.reader.feed(said)
 
@@ -23,14 +21,7 @@ def message(*parts: bytes) -> bytes:
 
 
 BEGIN = GREETING + ready(b"DEALER")
-MESSAGES = [
-    [b"small"],
-    [b""],
-    [b"x" * 255],
-    [b"y" * 256],
-    [b"first", b"", b"z" * (GATHERED_BYTES + 1)],
-    [b"q" * 100_000],
-]
+MESSAGES = [[b"small"], [b""], [b"x" * 255], [b"y" * 256], [b"first", b"", b"z" * (GATHERED_BYTES + 1)], [b"q" * 100_000]]
 
 
 def test_the_greeting_and_ready_are_those_of_the_standard():

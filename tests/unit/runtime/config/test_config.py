@@ -6,17 +6,18 @@ import textwrap
 import pytest
 import yaml
 
-from runtime.actor import Actor
-from runtime.config import ActorConfig, load
-from runtime.config.config import root_model
-from runtime.errors import ConfigError
+from rubato.runtime.actor import Actor
+from rubato.runtime.config import ActorConfig
+from rubato.runtime.config.compose import load
+from rubato.runtime.config.config import root_model
+from rubato.runtime.errors import ConfigError
 
 ACTORS = """
 from typing import Any, Literal
 from pydantic import Field, model_validator
-from runtime.actor import Actor
-from runtime.config import ActorConfig
-from runtime.config import Section
+from rubato.runtime.actor import Actor
+from rubato.runtime.config import ActorConfig
+from rubato.runtime.config import Section
 
 
 class StalenessSection(Section):
@@ -150,8 +151,7 @@ def test_a_dump_holds_every_default_and_loads_as_the_same(write, tmp_path):
 def test_free_form_values_are_the_same_for_the_launcher_and_for_who_reads_the_runs_own_config(write, tmp_path):
     file = write(
         CONFIG.replace(
-            "5e-4}",
-            "5e-4, extra: {at: 12:30:00, id: 010, is: no, day: 2026-11-25, top: .inf, map: {on: off, 1: a, '1': b, 2.5: c, ~: d}}}",
+            "5e-4}", "5e-4, extra: {at: 12:30:00, id: 010, is: no, day: 2026-11-25, top: .inf, map: {on: off, 1: a, '1': b, 2.5: c, ~: d}}}"
         )
     )
 
@@ -167,11 +167,7 @@ def test_free_form_values_are_the_same_for_the_launcher_and_for_who_reads_the_ru
 
 
 def test_a_variable_is_filled_in_from_the_environment_and_written_as_it_stands(write, tmp_path, monkeypatch):
-    file = write(
-        CONFIG.replace(
-            "5e-4}", "'${LR}', extra: {key: 'a-${KEY}', list: ['${KEY}'], other: '${NONE:-x}', text: '$${KEY}'}}"
-        )
-    )
+    file = write(CONFIG.replace("5e-4}", "'${LR}', extra: {key: 'a-${KEY}', list: ['${KEY}'], other: '${NONE:-x}', text: '$${KEY}'}}"))
     monkeypatch.setenv("KEY", "hunter2: #")
     monkeypatch.setenv("LR", "1e-3")
 
@@ -230,10 +226,7 @@ def test_an_empty_section_means_its_defaults(write):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (
-            CONFIG.replace("alpha", "alhpa"),
-            "job.yaml: staleness.alhpa is not a key. Did you mean staleness.alpha? (line 7)",
-        ),
+        (CONFIG.replace("alpha", "alhpa"), "job.yaml: staleness.alhpa is not a key. Did you mean staleness.alpha? (line 7)"),
         (CONFIG + "alpha: 3\n", "job.yaml: alpha is not a key. Did you mean staleness.alpha? (line 9)"),
         (CONFIG + "run: {}\n", "job.yaml: not valid YAML: run is given twice, on lines 2 and 9."),
         ("run: {name: a}", "job.yaml names no actors. Add a section actors with a class for each role."),
@@ -280,10 +273,7 @@ def test_a_mistake_in_the_file_is_one_sentence(write, text, said):
         ("run.dir=2026", "run.dir is 2026; it must be text. Put it in quotes."),
         ("run.name=a\udcffb", "run.name=a\\udcffb is no text in UTF-8."),
         ("actors.trainer={}", "actors.trainer.class is missing."),
-        (
-            "actors.node.class=a:B",
-            "actors.node can't be a role: use small letters, digits and _, and not the name node.",
-        ),
+        ("actors.node.class=a:B", "actors.node can't be a role: use small letters, digits and _, and not the name node."),
     ],
 )
 def test_a_mistake_in_an_override_is_one_sentence(write, override, said):
@@ -291,23 +281,17 @@ def test_a_mistake_in_an_override_is_one_sentence(write, override, said):
 
 
 def test_an_override_without_an_equals_sign_is_refused(write):
-    assert (
-        refusal(write(), "staleness")
-        == "staleness is not of the form key.sub=value without spaces, e.g. staleness.alpha=1."
-    )
+    assert refusal(write(), "staleness") == "staleness is not of the form key.sub=value without spaces, e.g. staleness.alpha=1."
 
 
 def test_a_missing_file_is_one_sentence(tmp_path):
     said = refusal(tmp_path / "none.yaml")
 
-    assert said == "job.yaml does not exist. Give the path of a YAML file, e.g. configs/quickstart.yaml."
+    assert said == "job.yaml does not exist. Give the path of a YAML file, or a name that rubato configs lists."
 
 
 def test_a_folder_is_no_config(tmp_path):
-    assert (
-        refusal(tmp_path)
-        == "job.yaml is a folder, and a config is a file. To go on with the run in it: rubato launch --resume job.yaml"
-    )
+    assert refusal(tmp_path) == "job.yaml is a folder, and a config is a file. To go on with the run in it: rubato launch --resume job.yaml"
 
 
 def test_several_mistakes_are_several_sentences(write):
@@ -317,9 +301,7 @@ def test_several_mistakes_are_several_sentences(write):
 
 
 def test_a_section_that_an_actor_needs_must_be_given(write):
-    said = refusal(
-        write(CONFIG + "env:\n").parent / "job.yaml", f"actors.env_manager.class={write().parent}/my_actors.py:Manager"
-    )
+    said = refusal(write(CONFIG + "env:\n").parent / "job.yaml", f"actors.env_manager.class={write().parent}/my_actors.py:Manager")
 
     assert said == "job.yaml: env is missing."
 
@@ -330,10 +312,7 @@ def test_checks_of_an_actor_across_its_sections_count(write):
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [
-        ("Trianer", "defines no Trianer. Did you mean Trainer?"),
-        ("NotAnActor", "is not a subclass of runtime.actor:Actor."),
-    ],
+    [("Trianer", "defines no Trianer. Did you mean Trainer?"), ("NotAnActor", "is not a subclass of rubato.runtime.actor:Actor.")],
 )
 def test_a_wrong_actor_class_is_one_sentence(write, name, said):
     path = write(CONFIG.replace("FILE:Trainer", f"FILE:{name}"))
@@ -353,9 +332,7 @@ def test_two_actors_that_declare_a_section_differently_are_refused(write):
         class Config(ActorConfig):
             staleness: Other = Other()
 
-    with pytest.raises(
-        ConfigError, match=r"trainer and stranger declare the section staleness as two classes.*must share"
-    ):
+    with pytest.raises(ConfigError, match=r"trainer and stranger declare the section staleness as two classes.*must share"):
         root_model({"trainer": config.actor_class("trainer"), "stranger": Stranger})
 
 
@@ -379,16 +356,10 @@ def test_an_actor_cannot_take_over_a_section_of_the_runtime():
 def test_a_role_that_is_missing_or_mistyped_is_named(write, trainer, sentence):
     cls = "Trainer" if trainer == "trainr" else "NeedsTrainer"
 
-    assert (
-        refusal(write(CONFIG.replace('trainer: {class: "FILE:Trainer"', f'{trainer}: {{class: "FILE:{cls}"')))
-        == sentence
-    )
+    assert refusal(write(CONFIG.replace('trainer: {class: "FILE:Trainer"', f'{trainer}: {{class: "FILE:{cls}"'))) == sentence
 
 
 def test_a_section_of_a_role_that_was_left_out_says_so(write):
     text = CONFIG.replace('  trainer: {class: "FILE:Trainer", restarts: 2}\n', "")
 
-    assert (
-        refusal(write(text))
-        == "job.yaml: train is not a key: no role under actors reads it. Is one missing there? (line 7)"
-    )
+    assert refusal(write(text)) == "job.yaml: train is not a key: no role under actors reads it. Is one missing there? (line 7)"

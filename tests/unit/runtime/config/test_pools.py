@@ -5,16 +5,16 @@ import re
 import pytest
 import yaml
 
-from runtime.config import from_mapping, load
-from runtime.config.config import load_role
-from runtime.errors import ConfigError
+from rubato.runtime.config.compose import check_host, from_mapping, load, pool_named
+from rubato.runtime.config.config import load_role
+from rubato.runtime.errors import ConfigError
 
 JOB = """
 actors:
-  sample_buffer: {class: "actors.samples.buffer:SampleBuffer"}
-  llm_proxy: {class: "actors.proxy.proxy:LLMProxy"}
+  sample_buffer: {class: "rubato.actors.samples.buffer:SampleBuffer"}
+  llm_proxy: {class: "rubato.actors.proxy.proxy:LLMProxy"}
   engine:
-    class: "actors.engines.worker:EngineWorker"
+    class: "rubato.actors.engines.worker:EngineWorker"
     pools:
       decode:
         count: 2
@@ -22,7 +22,7 @@ actors:
         env: {OMP_NUM_THREADS: 4}
         set: {engine.num_slots: 64}
       prefill: {count: 1, cores: 1}
-  env_manager: {class: "actors.envs.manager:EnvManager"}
+  env_manager: {class: "rubato.actors.envs.manager:EnvManager"}
 env: {isolation: inline}
 engine: {kind: scripted, num_slots: 8}
 """
@@ -87,7 +87,7 @@ DECODE = "actors.engine.pools.decode"
         (f"{DECODE}.set.engine.kind.x=1", f"{DECODE}.set: engine.kind.x can't be set: engine.kind is the value 'scripted'."),
         (
             f"{DECODE}.set.rollout.max_turns=4",
-            f"{DECODE}.set: rollout.max_turns has no effect there: engine reads model, engine, weights, cluster.",
+            f"{DECODE}.set: rollout.max_turns has no effect there: engine reads model, engine, weights, cluster, train.",
         ),
         (f"{ENGINE}.count=2", f"{ENGINE}: count=2 and pools both say how many. Leave count out, and set that of each pool."),
         (f"{ENGINE}.pools.a b.count=1", f"{ENGINE}: a b can't be a pool's name: use letters, digits, - and _."),
@@ -138,10 +138,10 @@ def test_sections_that_do_not_fit_in_a_pool_are_refused_as_in_the_job(job):
 
 
 def test_what_a_pool_needs_of_the_host_is_looked_for_like_what_the_job_needs(job):
-    load(job, [f"{DECODE}.set.engine.kind=nowhere.engine:Engine", f"{DECODE}.count=0"]).check_host()
+    check_host(load(job, [f"{DECODE}.set.engine.kind=nowhere.engine:Engine", f"{DECODE}.count=0"]))
 
     with pytest.raises(ConfigError, match=r"nowhere"):
-        load(job, [f"{DECODE}.set.engine.kind=nowhere.engine:Engine"]).check_host()
+        check_host(load(job, [f"{DECODE}.set.engine.kind=nowhere.engine:Engine"]))
 
 
 def test_a_pool_may_be_new_on_the_command_line(job):
@@ -164,7 +164,7 @@ def test_a_pool_may_be_new_on_the_command_line(job):
 def test_a_pool_is_found_by_name(job, role, named, meant):
     config = load(job)
     try:
-        found = config.pool_of(role, named)
+        found = pool_named(config, role, named)
     except ConfigError as error:
         found = str(error)
 
@@ -175,7 +175,7 @@ def test_the_only_pool_need_not_be_named():
     tree = yaml.safe_load(JOB)
     del tree["actors"]["engine"]["pools"]["prefill"]
 
-    assert from_mapping(tree).pool_of("engine", "") == "decode"
+    assert pool_named(from_mapping(tree), "engine", "") == "decode"
 
 
 @pytest.mark.parametrize("role", ["engine", "env_manager", "llm_proxy", "sample_buffer"])
@@ -194,7 +194,7 @@ def test_a_process_of_one_role_has_the_config_of_that_role_as_the_whole_job_has_
 
 def test_a_process_of_one_role_imports_no_other_role_s_class(job, tmp_path):
     kept = tmp_path / "config.yaml"
-    kept.write_text(load(job).dump().replace("actors.envs.manager:EnvManager", "actors.envs.nowhere:EnvManager"))
+    kept.write_text(load(job).dump().replace("rubato.actors.envs.manager:EnvManager", "rubato.actors.envs.nowhere:EnvManager"))
 
     assert load_role(kept, "engine").actor_config("engine", "decode").engine.num_slots == 64
     with pytest.raises(ConfigError, match=r"actors\.envs\.nowhere"):

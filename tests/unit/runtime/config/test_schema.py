@@ -4,10 +4,11 @@ from typing import ClassVar
 
 import msgspec
 
-from bus.message import Ack, Message, Request
-from runtime.actor import Actor, Handles, handler
-from runtime.config import from_mapping, schema
-from runtime.config.schema import fingerprint, schema_of
+from rubato.bus.message import Ack, Message, Request
+from rubato.runtime.actor import Actor, Handles, handler
+from rubato.runtime.config.compose import from_mapping
+from rubato.runtime.config.schema import fingerprint, schema_of
+from rubato.runtime.launch import card
 
 
 def test_defaults_and_documentation_do_not_count_and_fields_do():
@@ -15,9 +16,7 @@ def test_defaults_and_documentation_do_not_count_and_fields_do():
         return msgspec.defstruct("Score", list(fields.items()), bases=(Message,), frozen=True)
 
     plain = made(run=str, reward=float)
-    with_default = msgspec.defstruct(
-        "Score", [("run", str, "x"), ("reward", float, 1.0)], bases=(Message,), frozen=True
-    )
+    with_default = msgspec.defstruct("Score", [("run", str, "x"), ("reward", float, 1.0)], bases=(Message,), frozen=True)
 
     assert fingerprint([plain]) != fingerprint([made(run=str)])
     assert fingerprint([plain]) != fingerprint([made(run=str, reward=int)])
@@ -40,7 +39,7 @@ def test_a_type_inside_itself_is_described_once():
 
 
 def test_a_job_has_one_fingerprint_whatever_its_numbers_are():
-    roles = {"sample_buffer": {"class": "actors.samples.buffer:SampleBuffer"}}
+    roles = {"sample_buffer": {"class": "rubato.actors.samples.buffer:SampleBuffer"}}
 
     assert schema_of(from_mapping({"actors": roles})) == schema_of(from_mapping({"actors": roles, "run": {"steps": 7}}))
 
@@ -65,15 +64,15 @@ def test_messages_of_plug_ins_count_where_the_job_has_them():
 
 
 def test_a_file_of_ours_that_changed_is_seen_without_importing_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(schema, "OURS", tmp_path)
-    monkeypatch.setattr(schema, "PACKAGES", ("bus", "actors"))
+    monkeypatch.setattr(card, "OURS", tmp_path)
+    monkeypatch.setattr(card, "PACKAGES", ("bus", "actors"))
     (tmp_path / "actors").mkdir()
     file = tmp_path / "actors" / "messages.py"
     file.write_text("raise SystemExit")
 
-    before = schema.sources()
-    same = schema.sources()
+    before = card.sources()
+    same = card.sources()
     file.write_text("raise SystemExit(1)")
 
     assert before == same
-    assert schema.sources() != before
+    assert card.sources() != before

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from runtime.config.source import given
-from runtime.config.yaml_core import MAX_CHARS, MAX_VALUES, NotYaml, read_yaml
+from rubato.runtime.config.overrides import given
+from rubato.runtime.config.yaml_core import MAX_CHARS, MAX_VALUES, NotYaml, read_yaml
 
 
 @pytest.mark.parametrize(
@@ -69,9 +69,7 @@ def test_aliases_of_aliases_are_counted_as_what_they_stand_for():
         (" 5 ", 5),
     ],
 )  # fmt: skip
-def test_a_value_on_the_command_line_is_yaml_where_it_is_a_list_a_mapping_or_quoted_and_else_stands_as_it_is(
-    written, value
-):
+def test_a_value_on_the_command_line_is_yaml_where_it_is_a_list_a_mapping_or_quoted_and_else_stands_as_it_is(written, value):
     tree = given({}, [f"env.kwargs.x={written}"]).tree
 
     assert tree == {"env": {"kwargs": {"x": value}}}

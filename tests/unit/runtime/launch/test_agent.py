@@ -2,9 +2,9 @@
 
 import asyncio
 
-from runtime.launch.agent import DRAINED, Watch
-from runtime.observe.figures import Waits
-from sim.virtual import run_virtual
+from rubato.runtime.launch.agent import DRAINED, Watch
+from rubato.runtime.observe.figures import Waits
+from rubato.sim.virtual import run_virtual
 
 
 def row(holder="engine-1", kind="stalled"):
@@ -14,10 +14,7 @@ def row(holder="engine-1", kind="stalled"):
 def test_what_is_blocked_is_told_once_when_it_was_so_for_the_limit_and_again_when_it_came_back():
     watch = Watch(Waits())
 
-    told = [
-        len(watch.overdue([row()] if now != 50.0 else [], now, 30.0))
-        for now in (0.0, 29.0, 30.0, 40.0, 50.0, 60.0, 90.0)
-    ]
+    told = [len(watch.overdue([row()] if now != 50.0 else [], now, 30.0)) for now in (0.0, 29.0, 30.0, 40.0, 50.0, 60.0, 90.0)]
 
     assert told == [0, 0, 1, 0, 0, 0, 1]
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from runtime.errors import LaunchError
-from runtime.launch.children import prepare
+from rubato.runtime.errors import LaunchError
+from rubato.runtime.launch.children import prepare
 
 MODULES = {
     "tells": """
@@ -70,7 +70,7 @@ async def test_a_preparation_ends_with_the_launch_that_waits_for_it(folder):
 
 ENDING = """
 import atexit, sys, threading, time
-from runtime.launch.children import end_process
+from rubato.runtime.node import end_process
 
 class Model:
     def __del__(self):
@@ -90,8 +90,9 @@ end_process(3)
 KEEPING = """
 import sys
 from pathlib import Path
-from runtime.importer import keep, load_object, use
-from runtime.launch.children import end_process
+from rubato.runtime.importer import load_object, use
+from rubato.runtime.kept_code import keep
+from rubato.runtime.node import end_process
 
 folder = Path(sys.argv[1])
 own = f"{folder}/own.py:notes"

@@ -4,12 +4,12 @@ import os
 
 import pytest
 
-from runtime import cli
-from runtime.config import load
-from runtime.launch import commands
-from runtime.launch.card import KEYS_FILE, RunKeys
-from runtime.launch.folder import RunFolder, make_keys
-from runtime.launch.token import JoinToken, write_token
+from rubato.runtime import cli
+from rubato.runtime.config.compose import load
+from rubato.runtime.launch import commands
+from rubato.runtime.launch.card import KEYS_FILE, RunKeys
+from rubato.runtime.launch.folder import RunFolder, make_keys
+from rubato.runtime.launch.token import JoinToken, write_token
 from tests.jobs import LEARNING
 
 GATE = "tcp://127.0.0.1:7788"
@@ -62,7 +62,7 @@ def test_a_number_of_actors_that_the_run_would_refuse_is_refused_here(num, tmp_p
 
 
 def test_a_host_that_is_not_let_in_keeps_neither_keys_nor_the_way_to_the_state(tmp_path, keys, capsys, monkeypatch):
-    monkeypatch.setattr("runtime.launch.launcher.REACH_S", 0.05)
+    monkeypatch.setattr("rubato.runtime.launch.launcher.REACH_S", 0.05)
     token = write_token(JoinToken("run-1a2b", "tcp://127.0.0.1:1", STATE, keys))
     folder = tmp_path / "second"
 
@@ -127,9 +127,7 @@ def test_the_folder_of_a_host_that_joined_prints_no_token(state_url, launched, c
 
     said = refused(["keys", "join-token", "--run", str(folder)], capsys)
 
-    assert said.startswith(
-        f"{folder} belongs to node-2, a host that joined the run: print the token on the run's first"
-    )
+    assert said.startswith(f"{folder} belongs to node-2, a host that joined the run: print the token on the run's first")
 
 
 def test_a_run_launched_before_it_had_keys_prints_no_token(launched, capsys):
@@ -173,7 +171,7 @@ def test_a_path_too_long_for_the_system_is_refused_in_one_sentence(command, sent
 
 def test_two_launches_in_one_second_get_two_folders(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("runtime.launch.commands.wall_s", lambda: 1_800_000_000.0)
+    monkeypatch.setattr("rubato.runtime.launch.commands.wall_s", lambda: 1_800_000_000.0)
 
     first, second = commands._fresh_folder("small"), commands._fresh_folder("small")
 
@@ -252,9 +250,7 @@ def test_all_keys_on_which_a_named_config_differs_are_told_also_those_it_does_no
 
 REFUSED_CHANGES = [
     pytest.param(["run.seed=7"], "run.seed is 1 in this run and can't become 7: groups under way would mix", id="seed"),
-    pytest.param(
-        ["run.steps=1"], "run.steps is 1, and {run} has trained 2 steps already. Give run.steps=3", id="steps"
-    ),
+    pytest.param(["run.steps=1"], "run.steps is 1, and {run} has trained 2 steps already. Give run.steps=3", id="steps"),
 ]
 
 
@@ -285,28 +281,19 @@ def test_a_launch_that_names_nothing_says_what_to_name(command, sentence, stoppe
 
 
 def test_a_dry_run_says_all_that_is_wrong(stopped, capsys):
-    wrong = [
-        "env.class=gone.py:Env",
-        "prepare=[no.such.module]",
-        "train.kind=torch",
-        "report.console=nope:X",
-        "model.path=/m",
-    ]
+    wrong = ["env.class=gone.py:Env", "prepare=[no.such.module]", "train.kind=torch", "report.console=nope:X", "model.path=/m"]
     code, _, said = dry(stopped.parent / "small.yaml", *wrong, "--run-dir", stopped, capsys=capsys)
 
     assert code == 2
     assert len(said) == 5
     assert f"{stopped} already holds a run (step 2). Add --resume" in said[0]
-    assert said[1:3] == [
-        "prepare: there is no module no.such.module.",
-        "report.console: nope:X does not exist: there is no module nope.",
-    ]
+    assert said[1:3] == ["prepare: there is no module no.such.module.", "report.console: nope:X does not exist: there is no module nope."]
     assert said[3].startswith("env.class: gone.py:Env does not exist: there is no file")
     assert said[4] == "model folder /m does not exist. Set model.path to a folder in HF format."
 
 
 def test_a_dry_run_does_not_miss_the_model_that_the_launch_will_make(stopped, capsys):
-    prepared = ["train.kind=torch", "prepare=[actors.training.base_model]"]
+    prepared = ["train.kind=torch", "prepare=[rubato.actors.training.base_model]"]
 
     assert dry(stopped.parent / "small.yaml", *prepared, capsys=capsys)[0] == 0
     assert dry(stopped.parent / "small.yaml", *prepared, "model.path=/no/such", capsys=capsys)[0] == 2

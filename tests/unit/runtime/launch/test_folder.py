@@ -7,9 +7,9 @@ import msgspec
 import pytest
 import yaml
 
-from runtime.errors import LaunchError
-from runtime.launch.card import read_card
-from runtime.launch.folder import RunFolder
+from rubato.runtime.errors import LaunchError
+from rubato.runtime.launch.card import read_card
+from rubato.runtime.launch.folder import RunFolder
 
 
 @pytest.fixture
@@ -98,10 +98,7 @@ def test_a_resumed_launch_that_does_not_start_leaves_the_config_as_it_was(finish
 
 
 def test_what_a_resumed_launch_changes_is_written_down_once_it_is_sure_to_start(finished):
-    given = [
-        "{train: {lr: 0.1, steps: 2}, state: {url: a}}",
-        "{train: {lr: 0.3, steps: 2}, state: {url: 'redis://:secret@b'}, added: 1}",
-    ]
+    given = ["{train: {lr: 0.1, steps: 2}, state: {url: a}}", "{train: {lr: 0.3, steps: 2}, state: {url: 'redis://:secret@b'}, added: 1}"]
     before, after = (yaml.safe_dump(yaml.safe_load(text)) for text in given)
     told = []
     for old, new, starts in ((before, after, False), (before, after, True), (after, after, True)):
@@ -113,18 +110,14 @@ def test_what_a_resumed_launch_changes_is_written_down_once_it_is_sure_to_start(
             folder.commit()
         folder.close()
         changes = finished / "changes.jsonl"
-        told.append(
-            [json.loads(line)["changed"] for line in changes.read_text().splitlines()] if changes.exists() else []
-        )
+        told.append([json.loads(line)["changed"] for line in changes.read_text().splitlines()] if changes.exists() else [])
 
     line = [{"key": "train.lr", "old": 0.1, "new": 0.3}]
     assert told == [[], [line], [line]]
     assert (finished / "changes.jsonl").stat().st_mode & 0o077 == 0
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"), [({}, ["already holds a run (step 2)"]), ({"resume": True}, []), ({"force": True}, [])]
-)
+@pytest.mark.parametrize(("flags", "said"), [({}, ["already holds a run (step 2)"]), ({"resume": True}, []), ({"force": True}, [])])
 def test_what_a_launch_would_be_refused_for_is_told_without_touching_anything(finished, flags, said):
     before = sorted(finished.rglob("*"))
 

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from runtime.config import from_mapping
-from runtime.errors import ConfigError
-from runtime.host import Ending
-from runtime.launch.agent import JobOutcome
-from runtime.launch.placer import HostSpec, PlacedHosts, join_command, placed_hosts, placer_problems, specs_of
+from rubato.runtime.config.compose import from_mapping
+from rubato.runtime.errors import ConfigError
+from rubato.runtime.host import Ending
+from rubato.runtime.launch.agent import JobOutcome
+from rubato.runtime.launch.placer import HostSpec, PlacedHosts, join_command, placed_hosts, placer_problems, specs_of
 from tests.contract.placers import ScriptedPlacer
 from tests.virtual import virtual
 
-ACTOR = "runtime.actor:Actor"
+ACTOR = "rubato.runtime.actor:Actor"
 JOB = {
     "bus": {"host": "127.0.0.1"},
     "actors": {
@@ -61,9 +61,7 @@ async def test_every_host_is_asked_for_with_all_that_it_brings():
     async with keeping(HostSpec("far", 2, {"far": 3}, {"env": 4}, labels=("h20", "ib"))) as (placer, _, _):
         commands = [host.join for host in placer.hosts]
 
-    assert [command.arguments for command in commands] == [
-        ("add", "host.labels=[h20,ib]", "--pools", "far=3,env=4", "--join", "-")
-    ] * 2
+    assert [command.arguments for command in commands] == [("add", "host.labels=[h20,ib]", "--pools", "far=3,env=4", "--join", "-")] * 2
     assert all("token" not in command.arguments for command in commands)
     assert commands[0].token == "token"
 
@@ -198,10 +196,7 @@ def test_a_backend_that_is_not_there_is_told_before_anything_starts():
 
 
 WRONG = [
-    (
-        ["launch.hosts.remote.pools={fa: 1}"],
-        "launch.hosts.remote.pools has fa, which is no pool of this job, nor a role without",
-    ),
+    (["launch.hosts.remote.pools={fa: 1}"], "launch.hosts.remote.pools has fa, which is no pool of this job, nor a role without"),
     (["launch.hosts.remote.pools={engine: 1}"], "launch.hosts.remote.pools has engine, which is no pool of this job"),
     (["bus.host=''"], "launch.hosts needs bus.host, the address at which they reach this host"),
     (["launch.hosts.remote.pools={}"], "launch.hosts.remote.pools"),

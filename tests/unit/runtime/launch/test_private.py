@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.launch.folder import RunFolder, make_keys
+from rubato.runtime.launch.folder import RunFolder, make_keys
 
 NOBODY = 65_534
 

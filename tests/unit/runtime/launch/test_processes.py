@@ -4,16 +4,14 @@ import asyncio
 import os
 from pathlib import Path
 
-from runtime.launch.processes import ActorChild
+from rubato.runtime.launch.processes import ActorChild
 
 LIMIT_S = 30.0
 
 
 async def test_what_an_actor_started_ends_with_it_however_it_ends(tmp_path: Path) -> None:
     said, out = os.pipe()
-    process = await asyncio.create_subprocess_exec(
-        "sh", "-c", "sleep 60 & echo begun; wait", stdout=out, start_new_session=True
-    )
+    process = await asyncio.create_subprocess_exec("sh", "-c", "sleep 60 & echo begun; wait", stdout=out, start_new_session=True)
     os.close(out)
     child = ActorChild(process, tmp_path / "stderr", tmp_path / "log")
     async with asyncio.timeout(LIMIT_S):

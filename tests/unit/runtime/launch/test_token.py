@@ -2,12 +2,12 @@
 
 import pytest
 
-from bus.errors import BadKeys
-from bus.keys import KeyPair, check_keys, new_keys
-from runtime.errors import LaunchError
-from runtime.launch.card import KEYS_FILE, RunKeys, find_keys
-from runtime.launch.folder import RunFolder, make_keys
-from runtime.launch.token import PREFIX, JoinToken, main, read_token, write_token
+from rubato.bus.errors import BadKeys
+from rubato.bus.keys import KeyPair, check_keys, new_keys
+from rubato.runtime.errors import LaunchError
+from rubato.runtime.launch.card import KEYS_FILE, RunKeys, find_keys
+from rubato.runtime.launch.folder import RunFolder, make_keys
+from rubato.runtime.launch.token import PREFIX, JoinToken, main, read_token, write_token
 
 
 def test_keys_are_written_for_their_owner_alone_and_read_again(tmp_path):
@@ -107,9 +107,7 @@ def test_the_command_makes_keys_and_says_where_without_the_secret_halves(tmp_pat
 
     keys = find_keys(tmp_path / "a")
     assert keys is not None
-    assert capsys.readouterr().out == (
-        f"{tmp_path / 'a' / KEYS_FILE}: server {keys.server.public} client {keys.client.public}\n"
-    )
+    assert capsys.readouterr().out == (f"{tmp_path / 'a' / KEYS_FILE}: server {keys.server.public} client {keys.client.public}\n")
 
 
 def test_a_token_of_a_run_that_is_not_there_or_has_no_keys_is_refused_in_one_sentence(tmp_path):

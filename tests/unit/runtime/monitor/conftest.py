@@ -3,21 +3,16 @@ from collections.abc import Callable
 import pytest
 from msgspec.structs import replace
 
-from runtime.monitor.snapshot import snapshot
-from runtime.monitor.views import Snapshot
-from runtime.observe.figures import StageView, WaitView
-from runtime.registry import ActorRecord
+from rubato.runtime.monitor.snapshot import snapshot
+from rubato.runtime.monitor.views import Snapshot
+from rubato.runtime.observe.figures import StageView, WaitView
+from rubato.runtime.registry import ActorRecord
 
 CONFIG = {"run": {"name": "quickstart", "steps": 60}, "staleness": {"alpha": 1}}
 
 
 def record(
-    name: str,
-    *,
-    waits: tuple[WaitView, ...] = (),
-    stages: tuple[StageView, ...] = (),
-    state: str = "ready",
-    **metrics: float,
+    name: str, *, waits: tuple[WaitView, ...] = (), stages: tuple[StageView, ...] = (), state: str = "ready", **metrics: float
 ) -> ActorRecord:
     role = name.rsplit("-", 1)[0]
     named = {key.replace("__", "/"): value for key, value in metrics.items()}
@@ -61,9 +56,7 @@ def waiting_records() -> list[ActorRecord]:
         ),
         record(
             "sample_buffer-1",
-            waits=(
-                WaitView("batch 42", "29 of 32 groups; oldest group g1307 has 7 of 8 members", "env_manager-1", 12.3),
-            ),
+            waits=(WaitView("batch 42", "29 of 32 groups; oldest group g1307 has 7 of 8 members", "env_manager-1", 12.3),),
             stages=(StageView("batch 42", "env_manager-1", 1, 1.0, -1.0, True),),
             queue__ready__depth=88.0,
         ),
@@ -81,14 +74,7 @@ def waiting_run(waiting_records: list[ActorRecord]) -> Snapshot:
 
 
 ROWS = [
-    {
-        "step": 40,
-        "reward/mean": 0.79,
-        "eval/reward": 0.8,
-        "staleness/max": 0,
-        "staleness/dropped": 2,
-        "queue/held/depth": 7,
-    },
+    {"step": 40, "reward/mean": 0.79, "eval/reward": 0.8, "staleness/max": 0, "staleness/dropped": 2, "queue/held/depth": 7},
     {"step": 41, "reward/mean": 0.83, "staleness/max": 1, "staleness/dropped": 1, "weights/version": 21},
 ]
 

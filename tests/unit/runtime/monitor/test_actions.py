@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from runtime.errors import LaunchError
-from runtime.monitor.app import RunActions
-from runtime.monitor.views import ActorView
+from rubato.runtime.errors import LaunchError
+from rubato.runtime.monitor.app import RunActions
+from rubato.runtime.monitor.views import ActorView
 
 
 def actor(name="engine-1", *, pid=1, host=None, role="engine"):

@@ -1,10 +1,10 @@
 import pytest
 from textual.widgets import ContentSwitcher, DataTable, Static
 
-from runtime.errors import LaunchError
-from runtime.monitor.app import ConfirmScreen, MonitorApp
-from runtime.monitor.snapshot import snapshot
-from runtime.monitor.source import View
+from rubato.runtime.errors import LaunchError
+from rubato.runtime.monitor.app import ConfirmScreen, MonitorApp
+from rubato.runtime.monitor.snapshot import snapshot
+from rubato.runtime.monitor.source import View
 
 SIZE = (80, 24)
 
@@ -64,13 +64,7 @@ async def test_the_overview_shows_run_actors_flow_waits_and_log_at_80_by_24(sour
         assert text_of(app, "#head").startswith("quickstart-0421 ── step 41/60")
         assert text_of(app, "#trend").startswith("reward ▁█ 0.83")
         table = app.query_one("#actors", DataTable)
-        assert [key.value for key in table.rows] == [
-            "engine-1",
-            "engine-2",
-            "env_manager-1",
-            "sample_buffer-1",
-            "trainer-1",
-        ]
+        assert [key.value for key in table.rows] == ["engine-1", "engine-2", "env_manager-1", "sample_buffer-1", "trainer-1"]
         assert not table.show_horizontal_scrollbar
         assert "ready 88" in text_of(app, "#flow")
         assert "env_manager-1 stalled: batch 42" in text_of(app, "#waits")
@@ -127,12 +121,7 @@ async def test_a_view_that_only_watches_asks_nothing_and_does_nothing(source):
 
 @pytest.mark.parametrize(
     ("key", "done"),
-    [
-        ("d", ("drain", "engine-2")),
-        ("k", ("kill", "engine-2")),
-        ("plus", ("add", "engine-2")),
-        ("r", ("restart", "engine-2")),
-    ],
+    [("d", ("drain", "engine-2")), ("k", ("kill", "engine-2")), ("plus", ("add", "engine-2")), ("r", ("restart", "engine-2"))],
 )
 async def test_an_allowed_action_is_done_after_yes_to_the_selected_actor(source, key, done):
     actions = FakeActions()
@@ -193,9 +182,7 @@ async def test_the_selection_follows_its_actor_when_others_come(source, make_rec
     async with app.run_test(size=SIZE) as pilot:
         await begun(app, pilot)
         await press(app, pilot, "down")
-        source.shown = snapshot(
-            "r", [make_record("a-1"), make_record("engine-1"), make_record("engine-2")], rows, config
-        )
+        source.shown = snapshot("r", [make_record("a-1"), make_record("engine-1"), make_record("engine-2")], rows, config)
         app.look()
         await app.workers.wait_for_complete()
         await pilot.pause()

@@ -2,8 +2,8 @@
 
 import pytest
 
-from runtime.monitor.snapshot import snapshot
-from runtime.observe.figures import ITSELF, STORE, StageView, WaitView
+from rubato.runtime.monitor.snapshot import snapshot
+from rubato.runtime.observe.figures import ITSELF, STORE, StageView, WaitView
 
 
 def blocked(*records, silent=None):
@@ -37,10 +37,7 @@ def test_one_that_never_took_so_little_is_not_stalled(make_record):
 def test_one_without_a_heartbeat_is_stalled_whoever_waits_for_it(asker, make_record):
     rows = blocked(asker, make_record("b-1"), make_record("node-1"), silent={"b-1": 3.0})
 
-    assert [(row["stage"], row["holder"], row["kind"]) for row in rows] == [
-        ("process", "b-1", "stalled"),
-        ("ask b", "b-1", "stalled"),
-    ]
+    assert [(row["stage"], row["holder"], row["kind"]) for row in rows] == [("process", "b-1", "stalled"), ("ask b", "b-1", "stalled")]
     assert rows[0]["reason"] == "no heartbeat for 3.0 s: its event loop is stuck"
 
 
@@ -60,9 +57,7 @@ def test_what_a_node_agent_sees_of_a_process_is_believed(asker, make_record, sta
     assert rows[0]["limit"] == "actors.b.restarts=5"
 
 
-def test_one_that_was_drained_is_told_from_a_dead_one_and_is_missed_by_nobody_who_does_not_wait_for_it(
-    asker, make_record
-):
+def test_one_that_was_drained_is_told_from_a_dead_one_and_is_missed_by_nobody_who_does_not_wait_for_it(asker, make_record):
     node = make_record("node-1", waits=(WaitView("b-1", "", "", 60.0, "", "drained"),))
 
     waited_for = blocked(make_record("a-1", waits=(wait("ask b", "b-1"),)), node)
@@ -119,9 +114,7 @@ def test_a_refusal_names_who_refused_and_what(make_record):
 
 
 def test_a_wait_leads_through_what_the_holder_does_meanwhile(asker, make_record):
-    busy = make_record(
-        "b-1", waits=(wait("checkpoint", blocks_actor=True),), stages=(StageView("checkpoint", "", 1, 1.0, 0.3),)
-    )
+    busy = make_record("b-1", waits=(wait("checkpoint", blocks_actor=True),), stages=(StageView("checkpoint", "", 1, 1.0, 0.3),))
 
     assert named(asker, busy)[0] == ("a-1", "ask b", "b-1", "stalled")
     assert "no progress in checkpoint" in blocked(asker, busy)[0]["reason"]
@@ -145,9 +138,7 @@ def test_the_store_can_be_the_culprit(make_record):
 
 
 def test_where_everything_moves_the_stage_with_most_of_the_work_is_slow(make_record):
-    hungry = make_record(
-        "a-1", waits=(wait("batch", "b", what="batch 4"),), stages=(StageView("batch", "b", 1, 1.0, -1.0, True),)
-    )
+    hungry = make_record("a-1", waits=(wait("batch", "b", what="batch 4"),), stages=(StageView("batch", "b", 1, 1.0, -1.0, True),))
     busy = make_record(
         "b-1",
         waits=(wait("step", quiet_s=0.3, what="t1"),),
@@ -177,9 +168,7 @@ def test_one_that_asks_for_more_work_while_its_own_fills_all_slots_is_not_blocke
 
 def test_a_stage_of_which_none_ended_yet_has_no_longest(make_record):
     idle = make_record(
-        "a-1",
-        waits=(wait("ask b", "b"),),
-        stages=(StageView("ask b", "b", 1, 1.0, -1.0, idle=True), StageView("ask b", "b", 1, 1.0, -1.0)),
+        "a-1", waits=(wait("ask b", "b"),), stages=(StageView("ask b", "b", 1, 1.0, -1.0, idle=True), StageView("ask b", "b", 1, 1.0, -1.0))
     )
 
     rows = blocked(idle, make_record("b-1"))

@@ -9,12 +9,12 @@ from contextlib import contextmanager
 import msgspec
 import pytest
 
-from runtime import cli
-from runtime.launch.card import RunCard
-from runtime.monitor.source import RunSource
-from runtime.observe.trace import wall_s
-from runtime.store.errors import StoreUnavailable
-from runtime.store.store import MemoryStore
+from rubato.runtime import cli
+from rubato.runtime.launch.card import RunCard
+from rubato.runtime.memory import MemoryStore
+from rubato.runtime.monitor.source import RunSource
+from rubato.runtime.observe.trace import wall_s
+from rubato.runtime.store.store import StoreUnavailable
 
 
 class LoopStore(MemoryStore):
@@ -43,7 +43,7 @@ def opens(monkeypatch):
     """Has the monitor see the store that the test makes."""
 
     def use(make):
-        monkeypatch.setattr("runtime.monitor.source.RedisStore", lambda url, run_id, patience_s: make())
+        monkeypatch.setattr("rubato.runtime.monitor.source.RedisStore", lambda url, run_id, patience_s: make())
 
     return use
 
@@ -125,7 +125,9 @@ def test_why_names_the_store_that_does_not_answer_since_when_and_what_to_do(run_
 @contextmanager
 def stopped_listener(path):
     """A process that listens at `path` and is stopped: it accepts connections and answers nothing."""
-    code = f"import os,signal,socket; s=socket.socket(socket.AF_UNIX); s.bind({str(path)!r}); s.listen(); os.kill(os.getpid(), signal.SIGSTOP)"
+    code = (
+        f"import os,signal,socket; s=socket.socket(socket.AF_UNIX); s.bind({str(path)!r}); s.listen(); os.kill(os.getpid(), signal.SIGSTOP)"
+    )
     process = subprocess.Popen([sys.executable, "-c", code])
     try:
         os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
@@ -143,7 +145,7 @@ def test_why_names_a_store_that_is_elsewhere_by_its_address_alone(run_folder, tm
     main([str(run_folder), "--why"])
 
     told = " ".join(capsys.readouterr().out.split())
-    assert told.startswith("a-run: the Store at rediss://10.1.2.3:6380 does not answer: whoever needs it waits.")
+    assert told.startswith("a-run: the Store at rediss://10.1.2.3:6380 does not answer: actors that need it wait.")
     assert f"without it end the run by its launcher: kill -TERM {os.getpid()}" in told
 
 
@@ -188,7 +190,7 @@ async def test_the_store_is_opened_once_for_many_looks(run_folder, make_record, 
         opened.append((url, run_id))
         return LoopStore(make_record("engine-1"))
 
-    monkeypatch.setattr("runtime.monitor.source.RedisStore", open_store)
+    monkeypatch.setattr("rubato.runtime.monitor.source.RedisStore", open_store)
     source = RunSource(run_folder)
     await source.read()
     await source.read()
@@ -202,7 +204,7 @@ async def test_a_store_that_hangs_is_left_after_a_while(run_folder, opens, monke
         async def leases(self, prefix):
             await asyncio.get_running_loop().create_future()
 
-    monkeypatch.setattr("runtime.monitor.source.READ_S", 0.01)
+    monkeypatch.setattr("rubato.runtime.monitor.source.READ_S", 0.01)
     opens(HangingStore)
     view = await RunSource(run_folder).read()
 

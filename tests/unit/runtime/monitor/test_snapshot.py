@@ -1,5 +1,8 @@
-from runtime.monitor.snapshot import lookup, snapshot, total
-from runtime.monitor.text import head
+from msgspec.structs import replace
+
+from rubato.runtime.monitor.snapshot import lookup, snapshot, total
+from rubato.runtime.monitor.text import head
+from rubato.runtime.registry import RankRecord
 
 
 def test_a_snapshot_has_exactly_the_documented_keys(waiting_run):
@@ -13,6 +16,17 @@ def test_a_snapshot_has_exactly_the_documented_keys(waiting_run):
         "name", "role", "pid", "host", "state", "incarnation", "mailbox", "rate_s", "idle", "silent_s", "metrics", "stages",
         "pool", "hardware",
     ]  # fmt: skip
+
+
+def test_an_actor_that_has_ranks_shows_them(config, make_record):
+    record = replace(make_record("trainer-1"), ranks=(RankRecord(0, 41, "h", "cuda:0"), RankRecord(1, 42, "h", "cuda:0")))
+
+    shown = snapshot("run", [record], [], config)
+
+    assert shown["actors"][0]["ranks"] == [
+        {"rank": 0, "pid": 41, "host": "h", "device": "cuda:0"},
+        {"rank": 1, "pid": 42, "host": "h", "device": "cuda:0"},
+    ]
 
 
 def test_step_bound_and_newest_version_come_from_rows_config_and_actors(waiting_run):
@@ -67,7 +81,5 @@ def test_a_job_whose_bound_was_lifted_has_none(config):
 def test_a_bound_that_moves_is_shown_as_the_newest_row_has_it():
     config = {"staleness": {"alpha": "auto"}}
 
-    assert (
-        snapshot("r", [], [{"step": 1, "staleness/alpha": 1}, {"step": 2, "staleness/alpha": 2}], config)["alpha"] == 2
-    )
+    assert snapshot("r", [], [{"step": 1, "staleness/alpha": 1}, {"step": 2, "staleness/alpha": 2}], config)["alpha"] == 2
     assert snapshot("r", [], [], config)["alpha"] is None

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from runtime.monitor.source import RowTail, RunSource, log_tail, read_config
+from rubato.runtime.monitor.source import RowTail, RunSource, log_tail, read_config
 
 ADVISED = {
     "time/step": 2.0, "time/wait_for_batch": 1.8, "time/train": 0.1, "perf/samples_s": 8.0, "rollout/wall_s_mean": 2.0,
@@ -84,7 +84,7 @@ def test_a_config_that_is_missing_or_damaged_is_empty(tmp_path):
 @pytest.mark.parametrize(
     ("target", "told"),
     [
-        ("actors.report.advice:advice_metrics", {"advice/generation-bound/engine_2_more": pytest.approx(0.6)}),
+        ("rubato.actors.report.advice:advice_metrics", {"advice/generation-bound/engine_2_more": pytest.approx(0.6)}),
         ("nowhere.at_all:advice", {}),
         ("", {}),
     ],

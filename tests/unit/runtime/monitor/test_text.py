@@ -1,7 +1,7 @@
 from msgspec.structs import replace
 
-from runtime.monitor.snapshot import snapshot
-from runtime.monitor.text import (
+from rubato.runtime.monitor.snapshot import snapshot
+from rubato.runtime.monitor.text import (
     actor_row,
     bar,
     clock,
@@ -81,18 +81,8 @@ def test_pools_stand_beside_their_actors_and_in_a_line_of_their_own(make_record)
 
 def test_engines_are_told_by_degree_with_what_was_changed_and_forecast_against_fact(make_record):
     degrees = {1: (2.0, 0.0), 2: (1.0, 1.0), **dict.fromkeys(range(3, 9), (1.0, 0.0))}
-    engines = [
-        make_record(f"engine-{n}", engine__degree=degree, engine__asleep=asleep)
-        for n, (degree, asleep) in degrees.items()
-    ]
-    counted = {
-        "switches": 3.0,
-        "moves": 12.0,
-        "circuits": 2.0,
-        "epoch": 50331653.0,
-        "electrical": 1.0,
-        "remaining_s": 9.44,
-    }
+    engines = [make_record(f"engine-{n}", engine__degree=degree, engine__asleep=asleep) for n, (degree, asleep) in degrees.items()]
+    counted = {"switches": 3.0, "moves": 12.0, "circuits": 2.0, "epoch": 50331653.0, "electrical": 1.0, "remaining_s": 9.44}
     figures = {**counted, "forecast_s": 11.2, "took_s": 11.94}
     orchestrator = make_record("orchestrator-1", **{f"orchestrator__{name}": each for name, each in figures.items()})
     unsure = make_record("orchestrator-1", orchestrator__moves=1.0)
@@ -111,16 +101,9 @@ def test_engines_are_told_by_degree_with_what_was_changed_and_forecast_against_f
 
 
 def test_the_share_that_was_trained_is_told_by_length(make_record):
-    figures = {
-        "length/16/ended": 2048.0,
-        "length/16/trained_frac": 1.0,
-        "length/1024/ended": 40.0,
-        "length/1024/trained_frac": 0.95,
-    }
+    figures = {"length/16/ended": 2048.0, "length/16/trained_frac": 1.0, "length/1024/ended": 40.0, "length/1024/trained_frac": 0.95}
 
-    live = snapshot(
-        "r", [make_record("sample_buffer-1", **{k.replace("/", "__"): v for k, v in figures.items()})], [], {}
-    )
+    live = snapshot("r", [make_record("sample_buffer-1", **{k.replace("/", "__"): v for k, v in figures.items()})], [], {})
     ended = snapshot("r", [], [{"step": 1, **figures}], {})
 
     for shown in (live, ended):

@@ -1,8 +1,8 @@
 import pytest
 
-from runtime.monitor.snapshot import snapshot
-from runtime.monitor.text import explain, render
-from runtime.observe.figures import StageView, WaitView
+from rubato.runtime.monitor.snapshot import snapshot
+from rubato.runtime.monitor.text import explain, render
+from rubato.runtime.observe.figures import StageView, WaitView
 
 
 def test_the_tree_leads_from_the_trainer_to_the_slow_environment(waiting_run):
@@ -34,18 +34,11 @@ def test_no_line_is_wider_than_the_screen_and_nothing_is_cut(waiting_run):
 
 
 def test_a_circle_of_waits_is_named_and_ends_the_walk(make_record):
-    records = [
-        make_record("a-1", waits=(WaitView("x", "", "b", 2.0),)),
-        make_record("b-1", waits=(WaitView("y", "", "a", 1.0),)),
-    ]
+    records = [make_record("a-1", waits=(WaitView("x", "", "b", 2.0),)), make_record("b-1", waits=(WaitView("y", "", "a", 1.0),))]
 
     lines = [cause.text for cause in explain(snapshot("r", records, [], {}))]
 
-    assert lines == [
-        "a-1 waits 2.0 s for x",
-        "b-1 waits 1.0 s for y",
-        "a-1, which waits above: a circle",
-    ]
+    assert lines == ["a-1 waits 2.0 s for x", "b-1 waits 1.0 s for y", "a-1, which waits above: a circle"]
 
 
 def test_who_asks_for_more_work_is_in_no_circle_with_what_it_has_in_hand(make_record):

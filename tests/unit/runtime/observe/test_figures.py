@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from runtime.observe import figures as module
-from runtime.observe.figures import (
+from rubato.runtime.observe import figures as module
+from rubato.runtime.observe.figures import (
     MAX_VIEWS,
     REFUSAL_S,
     Metrics,
@@ -18,7 +18,7 @@ from runtime.observe.figures import (
     measure_loop_lag,
     percentile,
 )
-from sim.virtual import run_virtual
+from rubato.sim.virtual import run_virtual
 
 TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
 
@@ -275,9 +275,7 @@ def test_a_refusal_is_shown_until_the_holder_answers_or_some_seconds_passed():
         await asyncio.sleep(1.0)
         shown = waits.snapshot(loop.time())
 
-        assert [(view.stage, view.what, view.holder, view.age_s) for view in shown] == [
-            ("refused", "Generate", "engine-1", 1.0)
-        ]
+        assert [(view.stage, view.what, view.holder, view.age_s) for view in shown] == [("refused", "Generate", "engine-1", 1.0)]
         await asyncio.sleep(REFUSAL_S)
         assert waits.snapshot(loop.time()) == []
         waits.refused("engine-1", "Generate", "it is draining")

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from runtime.observe.log import configure, json_formatter, logger
-from runtime.observe.trace import append_whole
+from rubato.runtime.observe.log import configure, json_formatter, logger
+from rubato.runtime.observe.trace import append_whole
 
 
 @pytest.fixture
@@ -99,16 +99,13 @@ def test_a_line_that_its_disk_refuses_is_dropped_counted_and_printed_nowhere(lin
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as disk:
-        disk.setattr("runtime.observe.log.append_whole", full)
+        disk.setattr("rubato.runtime.observe.log.append_whole", full)
         for number in range(3):
             logger("engine").info("lost", number=number)
     logger("engine").info("kept")
 
     said = capfd.readouterr()
-    assert [line["event"] for line in lines()] == [
-        "3 log lines before this one were dropped: their disk refused them",
-        "kept",
-    ]
+    assert [line["event"] for line in lines()] == ["3 log lines before this one were dropped: their disk refused them", "kept"]
     assert said.out + said.err == ""
 
 

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from runtime.observe.trace import Trace, merge_traces, trace_path
-from sim.virtual import run_virtual
+from rubato.runtime.observe.trace import Trace, merge_traces, trace_path
+from rubato.sim.virtual import run_virtual
 
 
 def events(folder):

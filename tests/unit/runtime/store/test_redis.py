@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from runtime.store.errors import StoreError, StoreUnavailable
-from runtime.store.redis import RedisStore
+from rubato.runtime.store.redis import RedisStore
+from rubato.runtime.store.store import StoreError, StoreUnavailable
 
 
 @pytest.mark.parametrize(
@@ -39,9 +39,7 @@ async def test_a_socket_that_is_missing_is_named_with_what_to_do_and_without_its
     await store.close()
     sentence = str(told.value)
     assert sentence.startswith(f"unix://{tmp_path}/no.sock could not be reached for 0 s (")
-    assert sentence.endswith(
-        "Start that server or correct state.url, or leave state.url out to use the embedded server."
-    )
+    assert sentence.endswith("Start that server or correct state.url, or leave state.url out to use the embedded server.")
     assert "secret" not in sentence
 
 
@@ -67,6 +65,5 @@ async def test_a_server_that_asks_for_another_password_is_not_asked_twice(tmp_pa
     await server.wait_closed()
     assert attempts == 1
     assert str(told.value) == (
-        f"unix://{tmp_path}/s.sock refused the password. Set state.url with one, "
-        "or leave state.url out to use the embedded server."
+        f"unix://{tmp_path}/s.sock refused the password. Set state.url with one, or leave state.url out to use the embedded server."
     )

@@ -2,8 +2,8 @@
 
 import asyncio
 
-from runtime.store.store import MemoryStore
-from sim.virtual import run_virtual
+from rubato.runtime.memory import MemoryStore
+from rubato.sim.virtual import run_virtual
 
 
 def test_a_store_that_forgot_its_newest_numbers_gives_none_twice():

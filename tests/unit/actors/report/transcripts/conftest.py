@@ -8,8 +8,8 @@ import pytest
 import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from actors.messages.generation import VersionSpan
-from actors.messages.samples import Segment, Ticket, Trajectory
+from rubato.actors.messages.generation import VersionSpan
+from rubato.actors.messages.samples import Segment, Ticket, Trajectory
 
 WORDS = ["<|end|>", "<|assistant|>", "two", "and", "is", "four", "five", "again", "\x1b[31m"]
 
@@ -30,9 +30,7 @@ class RunFolderMaker:
         (path / "config.yaml").write_text(yaml.safe_dump({"model": {"path": "model"}}))
         (path / "trajectories").mkdir()
 
-    def keep(
-        self, name, *turns, reward=1.0, attempt=1, purpose="train", version=3, row=5, task="", scores=None, **more
-    ):
+    def keep(self, name, *turns, reward=1.0, attempt=1, purpose="train", version=3, row=5, task="", scores=None, **more):
         """Each turn is (shown, sampled, finish reason, [(version, tokens) …])."""
         tokens, mask, spans = [], b"", []
         for shown, sampled, _, versions in turns:

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from actors.report.transcripts.command import main
-from actors.report.transcripts.reading import Filters, decoder, find, sample_of
-from runtime.errors import LaunchError
+from rubato.actors.report.transcripts.command import main
+from rubato.actors.report.transcripts.reading import Filters, decoder, find, sample_of
+from rubato.runtime.errors import LaunchError
 
 AGAIN = ("<|end|> again <|assistant|>", "five five", "length", [(3, 1), (4, 1)])
 
@@ -52,10 +52,7 @@ def test_a_whole_trajectory_shows_each_prompt_and_answer(folder, asked, capsys):
 
     text = shown(capsys, folder.path, "g12.3")
 
-    assert (
-        "g00000012.3   no fate yet · reward 1.00 (env 1.00) · task maths, row 5, seed 77 · attempt 1 · 2 turns, 4 tokens"
-        in text
-    )
+    assert "g00000012.3   no fate yet · reward 1.00 (env 1.00) · task maths, row 5, seed 77 · attempt 1 · 2 turns, 4 tokens" in text
     assert "ended at a limit of turns or tokens" in text
     assert "turn 1 · 2 tokens · v3\ntwo and two is <|assistant|>\n▸ four <|end|>⏹\n" in text
     assert "turn 2 · 2 tokens · 1 by v3, 1 by v4 · cut at its limit\n" in text
@@ -214,9 +211,7 @@ def test_what_is_not_there_is_told_with_what_is(folder, asked):
     folder.keep("g00000001.0", asked)
     folder.end("g00000001.0")
 
-    with pytest.raises(
-        LaunchError, match=r"no trajectory is --fate traned. It has trained 1. Did you mean --fate trained?"
-    ):
+    with pytest.raises(LaunchError, match=r"no trajectory is --fate traned. It has trained 1. Did you mean --fate trained?"):
         find(folder.path, Filters(fate="traned"))
     folder.end("g00000002.0", task="sums")
     with pytest.raises(LaunchError, match=r"no trajectory is --task sum\. It has .*Did you mean --task sums\?"):

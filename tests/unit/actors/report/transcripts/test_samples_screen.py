@@ -3,7 +3,7 @@
 from textual.app import App
 from textual.widgets import DataTable, Static
 
-from actors.report.transcripts.screen import SamplesScreen
+from rubato.actors.report.transcripts.screen import SamplesScreen
 
 
 class Held(App):
