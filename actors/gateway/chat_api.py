@@ -1,22 +1,34 @@
 """OpenAI's chat completions: the body of a request, and an answer, whole or as server-sent events."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 import msgspec
 
-from rubato.actors.envs.hosting import flaw_of, normal
+from rubato.actors.envs.hosting import is_plain
+from rubato.actors.gateway.dialect import (
+    MOST_STOPS,
+    MOST_TOOLS,
+    STOP_LENGTH,
+    Head,
+    conversation,
+    event,
+    invalid,
+    kind_of,
+    read,
+    require_absent,
+    tool,
+)
 from rubato.actors.gateway.forest import MOST_MESSAGES
-from rubato.actors.gateway.session import Answer, Ask, Refused
+from rubato.actors.gateway.session import MOST_AT_ONCE, MOST_CALLS, Answer, Ask
 from rubato.bus.message import unpack_f32, unpack_i32
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
-
 NumTokens = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
+Stop = Annotated[str, msgspec.Meta(min_length=1, max_length=STOP_LENGTH)]
 
 
 class StreamOptions(msgspec.Struct):
-    include_usage: bool = False
+    include_usage: bool | None = None
 
 
 class Asked(msgspec.Struct):
@@ -26,38 +38,55 @@ class Asked(msgspec.Struct):
     model: str | None = None
     max_tokens: NumTokens | None = None
     max_completion_tokens: NumTokens | None = None
-    stop: str | Annotated[list[str], msgspec.Meta(max_length=16)] | None = None
-    tools: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=256)] | None = None
+    stop: Stop | Annotated[list[Stop], msgspec.Meta(max_length=MOST_STOPS)] | None = None
+    tools: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=MOST_TOOLS)] | None = None
     tool_choice: Any = None
-    n: int | None = None
+    parallel_tool_calls: bool | None = None
+    n: Annotated[int, msgspec.Meta(ge=1, le=MOST_AT_ONCE)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: Any = None
-    logit_bias: dict[str, Any] | None = None
+    logit_bias: Any = None
+    functions: Any = None
     logprobs: bool | None = None
+    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
     return_token_ids: bool | None = None
 
+    @property
+    def streams(self) -> bool:
+        return bool(self.stream)
+
+    @property
     def ask(self) -> Ask:
-        """Raises Refused for what would change the answer and can't be had."""
-        if self.n not in (None, 1):
-            raise _invalid("n", f"n={self.n} can't be had: a session's request has one answer")
-        if self.tool_choice not in (None, "auto") and not (self.tool_choice == "none" and not self.tools):
-            raise _invalid("tool_choice", "tool_choice can't be had but as auto")
-        if self.response_format not in (None, {"type": "text"}):
-            raise _invalid("response_format", "response_format can't be had but as text")
-        if self.logit_bias:
-            raise _invalid("logit_bias", "logit_bias can't be had")
-        if flaw := flaw_of(self.messages):
-            raise _invalid("messages", flaw)
-        if strange := [role for message in self.messages if (role := message["role"]) not in ROLES]:
-            raise _invalid("messages", f"a message's role is one of {', '.join(ROLES)}, not {strange[0][:80]}")
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        messages: Any = normal(self.messages)
-        return Ask(messages, tuple(self.tools or ()), self.max_completion_tokens or self.max_tokens, stop)
+        if self.tool_choice not in (None, "auto", "none"):
+            raise invalid("tool_choice", "tool_choice can't be had but as auto and none")
+        if self.top_logprobs:
+            raise invalid("top_logprobs", "only the log-probability of the sampled token is there: leave top_logprobs out")
+        require_absent({"response_format": self.response_format}, plain=[{"type": "text"}])
+        require_absent({"logit_bias": self.logit_bias, "functions": self.functions})
+        return Ask(
+            conversation(self.messages, "messages"),
+            tuple(_tool(told, f"tools[{at}]") for at, told in enumerate(self.tools or ())),
+            self.max_completion_tokens or self.max_tokens,
+            (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+            self.n or 1,
+            most_calls(none=self.tool_choice == "none", parallel=self.parallel_tool_calls),
+        )
 
 
-def _invalid(param: str, why: str) -> Refused:
-    return Refused(400, "invalid_request_error", f"{param}: {why}")
+def most_calls(*, none: bool, parallel: bool | None) -> int:
+    """Of one turn. Where none is wanted tools are shown all the same, since the history before must stay what it was."""
+    return 0 if none else 1 if parallel is False else MOST_CALLS
+
+
+def _tool(told: dict[str, Any], param: str) -> dict[str, Any]:
+    kind, function = kind_of(told, param, "function"), told.get("function")
+    if kind != "function" or not isinstance(function, dict):
+        raise invalid(param, f"a tool of type {kind[:80]} can't be had: {{'type': 'function', 'function': {{'name': …}}}} is wanted")
+    if not is_plain(told):
+        raise invalid(param, "a tool is a plain object")
+    tool(param, function.get("name"), function.get("description"), function.get("parameters"))
+    return told  # as its client has it: templates show it whole
 
 
 _asked = msgspec.json.Decoder(Asked)
@@ -65,63 +94,61 @@ _asked = msgspec.json.Decoder(Asked)
 
 def asked_in(body: bytes) -> Asked:
     """Raises Refused."""
-    try:
-        return _asked.decode(body)
-    except msgspec.MsgspecError as error:
-        raise Refused(400, "invalid_request_error", f"this is no chat that can be answered here: {error}") from None
+    return read(_asked, body)
 
 
-def completion(asked: Asked, answer: Answer, *, created: int, model: str) -> dict[str, Any]:
+def whole(asked: Asked, answers: Sequence[Answer], head: Head) -> dict[str, Any]:
     """The whole answer."""
-    choice: dict[str, Any] = {"index": 0, "message": answer.said.message, "finish_reason": answer.finish_reason}
-    if asked.logprobs:
-        choice["logprobs"] = _logprobs(answer)
+    told = _head(head, "chat.completion") | {"choices": [_choice(asked, *each) for each in enumerate(answers)], "usage": usage(answers)}
     if asked.return_token_ids:
-        choice["token_ids"] = unpack_i32(answer.completion.tokens.ids)
-    told = _head(answer, "chat.completion", created, model) | {"choices": [choice], "usage": _usage(answer)}
-    if asked.return_token_ids:
-        told["prompt_token_ids"] = unpack_i32(answer.prompt)
+        told["prompt_token_ids"] = unpack_i32(answers[0].prompt)
     return told
 
 
-def events(asked: Asked, answer: Answer, *, created: int, model: str) -> Iterator[bytes]:
+def events(asked: Asked, answers: Sequence[Answer], head: Head) -> Iterator[bytes]:
     """The answer as the events of a stream."""
-    head, message = _head(answer, "chat.completion.chunk", created, model), answer.said.message
+    shared = _head(head, "chat.completion.chunk")
 
-    def chunk(delta: dict[str, Any], finish_reason: str | None = None) -> bytes:
-        return event(head | {"choices": [{"index": 0, "delta": delta, "finish_reason": finish_reason}]})
+    def chunk(index: int, delta: dict[str, Any], finish_reason: str | None = None, **more: Any) -> bytes:
+        return event(shared | {"choices": [{"index": index, "delta": delta, "finish_reason": finish_reason, **more}]})
 
-    yield chunk({"role": "assistant", "content": ""})
-    if reasoning := message.get("reasoning_content"):
-        yield chunk({"reasoning_content": reasoning})
-    if message["content"]:
-        yield chunk({"content": message["content"]})
-    for index, call in enumerate(message.get("tool_calls", ())):
-        yield chunk({"tool_calls": [{"index": index, **call}]})
-    yield chunk({}, answer.finish_reason)
+    for index, answer in enumerate(answers):
+        message = answer.said.message
+        yield chunk(index, {"role": "assistant", "content": ""})
+        if reasoning := message.get("reasoning_content"):
+            yield chunk(index, {"reasoning_content": reasoning})
+        if message["content"]:
+            yield chunk(index, {"content": message["content"]})
+        for number, call in enumerate(message.get("tool_calls", ())):
+            yield chunk(index, {"tool_calls": [{"index": number, **call}]})
+        yield chunk(index, {}, answer.finish_reason, **_tokens(asked, answer))
     if asked.stream_options is not None and asked.stream_options.include_usage:
-        yield event(head | {"choices": [], "usage": _usage(answer)})
+        yield event(shared | {"choices": [], "usage": usage(answers)})
     yield b"data: [DONE]\n\n"
 
 
-def event(told: Any) -> bytes:
-    """One server-sent event."""
-    return b"data: " + msgspec.json.encode(told) + b"\n\n"
+def usage(answers: Sequence[Answer]) -> dict[str, int]:
+    """Tokens of the prompt, and of all answers."""
+    prompt, sampled = answers[0].num_prompt, sum(answer.num_sampled for answer in answers)
+    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 
-def _head(answer: Answer, kind: str, created: int, model: str) -> dict[str, Any]:
-    return {"id": f"chatcmpl-{answer.completion.request_id}", "object": kind, "created": created, "model": model}
+def _choice(asked: Asked, index: int, answer: Answer) -> dict[str, Any]:
+    return {"index": index, "message": answer.said.message, "finish_reason": answer.finish_reason, **_tokens(asked, answer)}
 
 
-def _usage(answer: Answer) -> dict[str, int]:
-    return {
-        "prompt_tokens": answer.num_prompt,
-        "completion_tokens": answer.num_sampled,
-        "total_tokens": answer.num_prompt + answer.num_sampled,
-    }
+def _head(head: Head, kind: str) -> dict[str, Any]:
+    return {"id": f"chatcmpl-{head.id}", "object": kind, "created": head.created, "model": head.model}
 
 
-def _logprobs(answer: Answer) -> dict[str, Any]:
+def _tokens(asked: Asked, answer: Answer) -> dict[str, Any]:
+    """A token's text is its id: one that is a piece of a character has none."""
     tokens = answer.completion.tokens
-    pairs = zip(unpack_i32(tokens.ids), unpack_f32(tokens.logprobs), strict=True)
-    return {"content": [{"token": f"token_id:{token}", "logprob": value, "bytes": None, "top_logprobs": []} for token, value in pairs]}
+    ids, told = unpack_i32(tokens.ids), dict[str, Any]()
+    if asked.logprobs:
+        pairs = zip(ids, unpack_f32(tokens.logprobs), strict=True)
+        shown = [{"token": f"token_id:{token}", "logprob": value, "bytes": None, "top_logprobs": []} for token, value in pairs]
+        told["logprobs"] = {"content": shown}
+    if asked.return_token_ids:
+        told["token_ids"] = ids
+    return told

@@ -1,15 +1,17 @@
 """What was said in a session, as a forest: a request goes on from the turn that its history leads to, with the tokens that were kept of it.
 
 Clients send the whole conversation again with every request, and not as they got it: arguments of calls are serialised anew, parts of
-texts are joined, what is null is left out. So messages are compared by what they mean, and a history is never tokenised twice: behind the
-deepest turn that it leads to come the tokens that were sampled there. A history that leads to none, because it was edited, shortened or is
-another agent's, begins a tree of its own.
+texts are joined, what is null is left out, and so is what the model reasoned. So messages are compared by what they mean, and a history is
+never tokenised twice: behind the deepest turn that it leads to come the tokens that were sampled there. A history that leads to none,
+because it was edited, shortened or is another agent's, begins a tree of its own. Where a request brings token ids, they are compared as
+they are.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Any, cast
 
 from rubato.actors.envs.chat import TOKEN_BYTES, Transcript
@@ -23,13 +25,15 @@ MOST_MESSAGES = 10_000
 """Of one request."""
 
 
-def meaning_of(message: Message) -> Meaning:
-    """Role, text, reasoning and calls of a message. Ids of calls don't count: a result is known by where it stands."""
+def meaning_of(message: Message, *, reasoning: bool = True) -> Meaning:
+    """Role, text, reasoning (unless it is not to count) and calls of a message. Ids of calls don't count: a result is known by where it
+    stands.
+    """
     told: dict[str, Any] = {"role": "system" if message.get("role") == "developer" else message.get("role")}
     if text := _text_of(message.get("content")):
         told["content"] = text
-    if reasoning := message.get("reasoning_content"):
-        told["reasoning"] = reasoning
+    if reasoning and (thought := message.get("reasoning_content")):
+        told["reasoning"] = thought
     if calls := message.get("tool_calls"):
         told["calls"] = [_call_of(call) for call in cast("list[Any]", calls)]
     return json.dumps(told, ensure_ascii=False, sort_keys=True)
@@ -50,7 +54,16 @@ def _call_of(call: Any) -> Any:
     if isinstance(arguments, str):
         with suppress(ValueError, RecursionError):  # a model may write what is no JSON
             arguments = json.loads(arguments)
-    return [told.get("name"), arguments]
+    return [told.get("name"), _numbers(arguments)]
+
+
+def _numbers(value: Any) -> Any:
+    """With 2.0 as 2, which is how JavaScript writes it."""
+    if isinstance(value, dict):
+        return {key: _numbers(item) for key, item in cast("dict[str, Any]", value).items()}
+    if isinstance(value, list):
+        return [_numbers(item) for item in cast("list[Any]", value)]
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else value
 
 
 @dataclass(eq=False)
@@ -64,6 +77,8 @@ class Turn:
     """And to where it ends."""
     before: "Turn | None"
     """The turn that its history led to."""
+    is_choice: bool = False
+    """One of several answers to one request."""
 
     def path(self) -> Iterator["Turn"]:
         """It and those before it, newest first."""
@@ -97,9 +112,9 @@ class Place:
     """The deepest turn that its history leads to."""
     new: Sequence[Message]
     """The messages behind that, or all."""
-    meanings: tuple[Meaning, ...]
-    """Of the whole history."""
-    root: str
+    meanings: tuple[Meaning, ...] = ()
+    """Of the whole history; none where it came as tokens."""
+    root: str = ""
 
 
 class Forest:
@@ -108,6 +123,8 @@ class Forest:
     def __init__(self) -> None:
         self.turns: list[Turn] = []
         self._roots: dict[str, _Node] = {}
+        self._ended: dict[tuple[int, bytes], Turn] = {}
+        """By the number and the digest of all tokens up to a turn's end."""
 
     def place(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Place:
         """Where a request with this history, and these tools before it, goes on."""
@@ -122,30 +139,58 @@ class Forest:
                 before, num = node.turns[-1], depth
         return Place(before, messages[num:], meanings, root)
 
-    def opened(self, place: Place, shown: bytes) -> Transcript:
+    def place_tokens(self, prompt: bytes) -> Place:
+        """Where a request with this prompt of int32 ids goes on: behind the deepest turn up to which it has the tokens that were kept."""
+        before, digest, at = None, blake2b(digest_size=16), 0
+        for end in sorted({end for end, _ in self._ended if end * TOKEN_BYTES <= len(prompt)}):
+            digest.update(prompt[at : end * TOKEN_BYTES])
+            at = end * TOKEN_BYTES
+            before = self._ended.get((end, digest.digest()), before)
+        return Place(before, ())
+
+    def opened(self, place: Place, shown: bytes, *, alone: bool = False) -> Transcript:
         """The transcript in which the request's turn is to be sampled: that of the turn before it, if nothing follows that yet, else a new one
-        that begins with the tokens up to there. `shown` are the token ids of the request's new messages.
+        that begins with the tokens up to there. `shown` are the token ids of the request's new messages; `alone`: a new one in any case.
         """
         before = place.before
         if before is None:
             return Transcript(shown)
-        if len(before.transcript) == before.end:
+        if len(before.transcript) == before.end and not alone:
             before.transcript.show(shown)
             return before.transcript
         return Transcript(before.transcript.prompt[: before.end * TOKEN_BYTES] + shown)
 
-    def sampled(self, place: Place, transcript: Transcript, said: Message) -> Turn:
+    def sampled(self, place: Place, transcript: Transcript, said: Message, *, is_choice: bool = False) -> Turn:
         """A turn was sampled at the end of `transcript`, which the client is told as the message `said`."""
-        turn = Turn(transcript, len(transcript.last_turn[0]) // TOKEN_BYTES, len(transcript), place.before)
-        node = self._roots.setdefault(place.root, _Node())
-        for meaning in (*place.meanings, meaning_of(said)):
-            node = node.next.setdefault(meaning, _Node())
-        node.turns.append(turn)
+        before, own = transcript.last_turn
+        turn = Turn(transcript, len(before) // TOKEN_BYTES, len(transcript), place.before, is_choice)
+        self._ended[turn.end, blake2b(before + own, digest_size=16).digest()] = turn
+        if place.meanings:
+            self._told(place, said).turns.append(turn)
         self.turns.append(turn)
         return turn
 
+    def _told(self, place: Place, said: Message) -> _Node:
+        """The node of `said` behind the place's history. A history without its reasoning leads there too."""
+        node = self._roots.setdefault(place.root, _Node())
+        for meaning in place.meanings:
+            node = node.next.setdefault(meaning, _Node())
+        found = node.next.setdefault(meaning_of(said), _Node())
+        node.next.setdefault(meaning_of(said, reasoning=False), found)
+        return found
+
     def carrying(self, last: Turn) -> list[Transcript]:
-        """The transcripts that led to the turn `last`: those that have a turn of its path, and those that go on from one."""
+        """The transcripts that led to the turn `last`: those that have a turn of its path, and those that go on from one. An answer that
+        the agent chose another in place of led nowhere, nor did what goes on from it.
+        """
         on_path = set(last.path())
-        found = (turn.transcript for turn in self.turns if not on_path.isdisjoint(turn.path()))
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys(turn.transcript for turn in self.turns if _leads(turn, on_path)))
+
+
+def _leads(turn: Turn, on_path: Set[Turn]) -> bool:
+    for each in turn.path():
+        if each in on_path:
+            return True
+        if each.is_choice:
+            return False
+    return False

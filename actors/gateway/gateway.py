@@ -3,7 +3,7 @@
     POST /sessions                   {"task"?, "metadata"?} → {"session_id", "api_key", "base_url", "task", "row", "seed", "purpose", "version", …}
     POST /sessions/{id}/complete     {"reward"?, "error"?} → {"session_id", "segments"}
     GET  /sessions/{id}              its transcripts: token ids, masks, versions
-    POST /v1/chat/completions        with the session's key, or below /sessions/{id}/v1
+    POST /v1/chat/completions        with the session's key, or below /sessions/{id}; so are the other dialects, see dialects.py
     GET  /v1/models
 
 A session is a ticket of the sample buffer: its group, its bound on age and its fate are as those of any rollout.
@@ -32,9 +32,11 @@ from rubato.actors.envs.manager import EnvManager
 from rubato.actors.envs.recorder import GaveUp, Recorder, RecorderContext
 from rubato.actors.envs.rollout import Rollout
 from rubato.actors.envs.section import Task
-from rubato.actors.gateway import chat_api
+from rubato.actors.gateway.answering import answer_in, refusal
+from rubato.actors.gateway.dialect import Dialect, Error, openai_error
+from rubato.actors.gateway.dialects import DIALECTS
 from rubato.actors.gateway.http_server import HttpServer
-from rubato.actors.gateway.session import Answer, Ask, OverCode, Refused, Session, SessionOver
+from rubato.actors.gateway.session import OverCode, Refused, Session, SessionOver
 from rubato.actors.messages.samples import Ticket
 from rubato.bus.address import BadAddress, bind_listener, host_port, spelt
 from rubato.bus.message import unpack_i32
@@ -42,7 +44,6 @@ from rubato.runtime.config import Config as Job
 from rubato.runtime.config import Section
 from rubato.runtime.errors import ConfigError, first_cause
 from rubato.runtime.kernel import Kernel
-from rubato.runtime.observe.trace import wall_s
 
 BodyT = TypeVar("BodyT")
 
@@ -58,9 +59,6 @@ MOST_BYTES = 16 * 2**20
 
 BODY_S = 30.0
 """Longest that a request's body may take to come."""
-
-BEAT_S = 10.0
-"""Between two comments of a stream whose answer is not there yet."""
 
 OVER_KEPT = 4096
 """Sessions that are over of which is still known why."""
@@ -303,32 +301,28 @@ class Gateway(EnvManager):
         from starlette.applications import Starlette  # for jobs alone that have this actor
         from starlette.routing import Route
 
-        return Starlette(
-            routes=[
-                Route("/sessions", self._answering(self._open), methods=["POST"]),
-                Route("/sessions/{id}", self._answering(self._show), methods=["GET"]),
-                Route("/sessions/{id}/complete", self._answering(self._complete), methods=["POST"]),
-                Route("/v1/models", self._answering(self._models), methods=["GET"]),
-                Route("/sessions/{id}/v1/models", self._answering(self._models), methods=["GET"]),
-                Route("/v1/chat/completions", self._answering(self._chat), methods=["POST"]),
-                Route("/sessions/{id}/v1/chat/completions", self._answering(self._chat), methods=["POST"]),
-            ]
-        )
+        routes = [
+            Route("/sessions", self._answering(self._open), methods=["POST"]),
+            Route("/sessions/{id}", self._answering(self._show), methods=["GET"]),
+            Route("/sessions/{id}/complete", self._answering(self._complete), methods=["POST"]),
+            Route("/v1/models", self._answering(self._models), methods=["GET"]),
+            Route("/sessions/{id}/v1/models", self._answering(self._models), methods=["GET"]),
+        ]
+        for path, dialect in DIALECTS.items():
+            endpoint = self._answering(partial(self._asked, dialect), dialect.error)
+            routes += [Route(prefix + path, endpoint, methods=["POST"]) for prefix in ("", "/sessions/{id}")]
+        return Starlette(routes=routes)
 
-    def _answering(self, answer: Callable[["Request"], Awaitable[Any]]) -> Callable[["Request"], Awaitable["Response"]]:
+    def _answering(
+        self, answer: Callable[["Request"], Awaitable[Any]], error: Callable[[Error], Any] = openai_error
+    ) -> Callable[["Request"], Awaitable["Response"]]:
         from starlette.responses import Response
 
         async def respond(request: "Request") -> Response:
             try:
                 told = await answer(request)
-            except SessionOver as over:
-                why = {"type": "session_over", "code": over.code, "message": str(over)}
-                return Response(msgspec.json.encode({"error": why}), 410, media_type="application/json")
-            except Refused as refused:
-                kind = "server_error" if refused.status >= 500 else "invalid_request_error"
-                why = {"type": kind, "code": refused.code, "message": str(refused)}
-                headers = {"Retry-After": "1"} if refused.status in (429, 503) else {}
-                return Response(msgspec.json.encode({"error": why}), refused.status, headers, "application/json")
+            except (SessionOver, Refused) as why:
+                return refusal(why, error)
             return told if isinstance(told, Response) else Response(msgspec.json.encode(told), media_type="application/json")
 
         return respond
@@ -400,35 +394,10 @@ class Gateway(EnvManager):
         self._session_of(request)
         return {"object": "list", "data": [{"id": self.run.folder.name, "object": "model", "owned_by": "rubato"}]}
 
-    async def _chat(self, request: "Request") -> Any:
-        session = self._session_of(request)
-        asked = chat_api.asked_in(await _body_of(request))
-        ask, model = asked.ask(), asked.model or self.run.folder.name
-        if asked.stream:
-            return self._streamed(session, asked, ask, model)
+    async def _asked(self, dialect: Dialect[Any], request: "Request") -> Any:
+        session, body = self._session_of(request), await _body_of(request)
         async with _until_gone(request):
-            answer = await session.turn(ask)
-        return chat_api.completion(asked, answer, created=int(wall_s()), model=model)
-
-    def _streamed(self, session: Session, asked: chat_api.Asked, ask: Ask, model: str) -> "Response":
-        from starlette.responses import StreamingResponse
-
-        async def events() -> AsyncGenerator[bytes]:
-            async with asyncio.TaskGroup() as tasks:
-                turn = tasks.create_task(_told(session.turn(ask)))
-                while not turn.done():
-                    await asyncio.wait((turn,), timeout=BEAT_S)
-                    if not turn.done():
-                        yield b": waiting\n\n"
-            if isinstance(answer := turn.result(), Answer):
-                for event in chat_api.events(asked, answer, created=int(wall_s()), model=model):
-                    yield event
-            else:
-                code = answer.code
-                kind = "session_over" if isinstance(answer, SessionOver) else "server_error"
-                yield chat_api.event({"error": {"type": kind, "code": code, "message": str(answer)}})
-
-        return StreamingResponse(events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+            return await answer_in(dialect, session, body, self.run.folder.name)
 
     def _check_admin(self, request: "Request") -> None:
         if not hmac.compare_digest(_key_of(request).encode(), self._admin_key.encode()):
@@ -445,13 +414,6 @@ class Gateway(EnvManager):
         if session is None or (name and session.id != name):
             raise Refused(401, "invalid_api_key", "no session has this key")
         return session
-
-
-async def _told(turn: Awaitable[Answer]) -> Answer | SessionOver | Refused:
-    try:
-        return await turn
-    except (SessionOver, Refused) as error:
-        return error
 
 
 def _key_of(request: "Request") -> str:

@@ -13,10 +13,13 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from rubato.actors.envs.chat import TOKEN_BYTES, Renderer
+from rubato.actors.envs.hosting import is_plain
 from rubato.actors.envs.recorder import GaveUp, Recorder
-from rubato.actors.gateway.forest import Ended, Forest, Message, Turn
-from rubato.actors.messages.generation import Completion
+from rubato.actors.gateway.forest import Ended, Forest, Message, Place, Turn
+from rubato.actors.messages.generation import Completion, Sampling
 from rubato.actors.messages.samples import flaw_of_reward
+from rubato.bus.message import well_formed
+from rubato.runtime.errors import first_cause
 
 OverCode = Literal["stale", "expired", "complete", "cancelled", "failed"]
 
@@ -43,6 +46,9 @@ THOUGHT = re.compile(r"\A\s*(?:<think>)?(.*?)</think>\s*", re.DOTALL)
 class SessionOver(Exception):
     """Nothing can be asked in the session any more."""
 
+    status = 410
+    kind = "session_over"
+
     def __init__(self, code: OverCode) -> None:
         super().__init__(f"the session is over: {code}")
         self.code: OverCode = code
@@ -55,6 +61,11 @@ class Refused(Exception):
         super().__init__(why)
         self.status, self.code = status, code
 
+    @property
+    def kind(self) -> str:
+        """As OpenAI's API sorts errors."""
+        return "server_error" if self.status >= 500 else "invalid_request_error"
+
 
 class Ask(NamedTuple):
     """One request for a turn."""
@@ -63,6 +74,23 @@ class Ask(NamedTuple):
     tools: Sequence[Mapping[str, Any]] = ()
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
+    n: int = 1
+    """Answers, each a turn of its own behind the same history."""
+    most_calls: int = MOST_CALLS
+    """Of tools, in one turn; what is beyond them stays text."""
+
+
+class AskTokens(NamedTuple):
+    """One request for a turn behind tokens that its client made."""
+
+    prompt: bytes
+    """int32 ids."""
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    own_ends: bool = False
+    """Only `stop` and `stop_token_ids` end a turn, not the template's own ends."""
+    n: int = 1
 
 
 class Call(NamedTuple):
@@ -103,6 +131,8 @@ class Answer:
     num_prompt: int
     prompt: bytes
     """int32 ids."""
+    stop: str = ""
+    """Of the texts that were to end it, the one that did."""
 
     @property
     def num_sampled(self) -> int:
@@ -130,6 +160,7 @@ class Session:
         self._recorder: Recorder | None = None
         self._expires: asyncio.Timeout | None = None
         self._asking = 0
+        self._num_asked = 0
 
     @property
     def recorder(self) -> Recorder:
@@ -158,51 +189,102 @@ class Session:
 
     # -- what the agent asks ----------------------------------------------------------------------------------------
 
-    async def turn(self, ask: Ask) -> Answer:
-        """The next turn of the agent's conversation. Raises SessionOver and Refused."""
+    async def turns(self, ask: Ask | AskTokens) -> tuple[Answer, ...]:
+        """The next turn of the agent's conversation, or `n` that follow the same history. Raises SessionOver and Refused."""
         self._check_open()
-        if len(self.forest.turns) + self._asking >= MOST_TURNS:
+        if len(self.forest.turns) + self._asking + ask.n > MOST_TURNS:
             raise Refused(400, "too_many_turns", f"a session has at most {MOST_TURNS} turns")
-        if self._asking >= MOST_AT_ONCE:
-            raise Refused(429, "too_many_requests", f"{MOST_AT_ONCE} requests of this session are under way already")
-        self._asking += 1
+        if self._asking + ask.n > MOST_AT_ONCE:
+            raise Refused(429, "too_many_requests", f"{self._asking} requests of this session are under way already")
+        self._asking += ask.n
         try:
-            return await self._turn(ask, await self._renderer(ask.tools))
+            return await self._turns(ask)
         except ValueError as error:  # RenderError among them; tools that the template can't show
             raise Refused(400, "invalid_request_error", str(error)) from error
         except GaveUp as end:
-            if end.reason == "stale":
-                self.fail(end, "stale")
-                raise SessionOver("stale") from end
-            if self.over is not None:
-                raise SessionOver(self.over) from end
-            raise Refused(503, "generation_failed", f"{end.reason}: {end.detail}") from end
+            raise self._why_not(end) from end
         finally:
-            self._asking -= 1
+            self._asking -= ask.n
             self._heard()
 
-    async def _turn(self, ask: Ask, renderer: Renderer) -> Answer:
-        recorder, place = self.recorder, self.forest.place(ask.messages, ask.tools)
-        size = sum(map(len, place.meanings[len(ask.messages) - len(place.new) :]))
-        render = partial(_shown, renderer, place.before, place.new)
-        shown = render() if size <= SHORT else await self._offload(render)
-        num = (place.before.end if place.before else 0) + len(shown) // TOKEN_BYTES
-        sampling, room = recorder.sampling, self._max_len - num
-        if room < 1:
+    async def count(self, ask: Ask) -> int:
+        """Tokens that the prompt of such a request has. Raises SessionOver and Refused."""
+        self._check_open()
+        try:
+            place, shown = await self._placed(ask)
+        except ValueError as error:
+            raise Refused(400, "invalid_request_error", str(error)) from error
+        finally:
+            self._heard()
+        return _num_tokens(place, shown)
+
+    async def _turns(self, ask: Ask | AskTokens) -> tuple[Answer, ...]:
+        place, shown = await self._placed(ask)
+        num = _num_tokens(place, shown)
+        if num >= self._max_len:
             raise Refused(
                 400, "context_length_exceeded", f"the conversation has {num} tokens, and rollout.max_len leaves none for an answer"
             )
-        most = min(room, sampling.max_new_tokens, ask.max_tokens or room)
-        transcript = self.forest.opened(place, shown)
+        if ask.n == 1:
+            return (await self._turn(ask, place, shown, num),)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                turns = [tasks.create_task(self._turn(ask, place, shown, num)) for _ in range(ask.n)]
+        except BaseExceptionGroup as group:
+            raise first_cause(group) from None
+        return tuple(turn.result() for turn in turns)
+
+    async def _placed(self, ask: Ask | AskTokens) -> tuple[Place, bytes]:
+        """Where it goes on, and the token ids that are new behind that."""
+        if isinstance(ask, AskTokens):
+            place = self.forest.place_tokens(ask.prompt)
+            return place, ask.prompt[place.before.end * TOKEN_BYTES if place.before else 0 :]
+        renderer = await self._renderer(ask.tools)
+        place = self.forest.place(ask.messages, ask.tools)
+        size = sum(map(len, place.meanings[len(ask.messages) - len(place.new) :]))
+        render = partial(_shown, renderer, place.before, place.new)
+        return place, render() if size <= SHORT else await self._offload(render)
+
+    async def _turn(self, ask: Ask | AskTokens, place: Place, shown: bytes, num: int) -> Answer:
+        """One turn behind `num` tokens."""
+        recorder, is_choice = self.recorder, ask.n > 1
+        transcript = self.forest.opened(place, shown, alone=is_choice)
         if transcript not in recorder.transcripts:
             recorder.transcripts.append(transcript)
         prompt = transcript.prompt
-        asked = msgspec.structs.replace(sampling, max_new_tokens=most, stop=(*sampling.stop, *ask.stop))
-        text, completion = await recorder.complete(transcript, asked)
-        said = said_in(text, len(self.forest.turns), tools=bool(ask.tools))
+        text, completion = await recorder.complete(transcript, self._sampling(ask, self._max_len - num))
+        text, stop = _up_to(text, ask.stop if completion.finish_reason == "stop" else ())
+        most_calls = ask.most_calls if isinstance(ask, Ask) and ask.tools else 0
+        said = said_in(text, len(self.forest.turns), most_calls=most_calls)
         self._check_open()
-        self.forest.sampled(place, transcript, said.message)
-        return Answer(said, completion, len(prompt) // TOKEN_BYTES, prompt)
+        self.forest.sampled(place, transcript, said.message, is_choice=is_choice)
+        return Answer(said, completion, len(prompt) // TOKEN_BYTES, prompt, stop)
+
+    def _sampling(self, ask: Ask | AskTokens, room: int) -> Sampling:
+        """The run's, within what is asked and `room`. Turns behind one history differ by their seeds."""
+        sampling = self.recorder.sampling
+        seed = (sampling.seed + self._num_asked) % 2**63
+        self._num_asked += 1
+        ends, stop = sampling.stop_token_ids, sampling.stop
+        if isinstance(ask, AskTokens):
+            ends, stop = (() if ask.own_ends else ends) + ask.stop_token_ids, () if ask.own_ends else stop
+        return msgspec.structs.replace(
+            sampling,
+            max_new_tokens=min(room, sampling.max_new_tokens, ask.max_tokens or room),
+            stop_token_ids=tuple(dict.fromkeys(ends)),
+            seed=seed,
+            stop=(*stop, *ask.stop),
+        )
+
+    def _why_not(self, end: GaveUp) -> SessionOver | Refused:
+        if end.reason == "stale":
+            self.fail(end, "stale")
+            return SessionOver("stale")
+        if self.over is not None:
+            return SessionOver(self.over)
+        # What an engine refused it refuses again; 503 is for what a repetition mends.
+        status = 400 if end.reason == "generation_failed" and not end.retry else 503
+        return Refused(status, "generation_failed", f"{end.reason}: {end.detail}")
 
     def complete(self, reward: float = 0.0) -> None:
         """The agent is through, and its reward beside what reward functions add. Raises SessionOver and Refused."""
@@ -251,17 +333,27 @@ def _shown(renderer: Renderer, before: Turn | None, new: Sequence[Message]) -> b
     return renderer.next_turn(messages, Ended(before))
 
 
-def said_in(text: str, number: int, *, tools: bool) -> Said:
-    """The parts of the session's turn `number`, in the form of Hermes and Qwen; calls are looked for where there are `tools`. What is none
-    stays text, for the agent to see.
+def _num_tokens(place: Place, shown: bytes) -> int:
+    return (place.before.end if place.before else 0) + len(shown) // TOKEN_BYTES
+
+
+def _up_to(text: str, stop: Sequence[str]) -> tuple[str, str]:
+    """The text before the first of `stop` that is in it, and that; the whole without one."""
+    at, found = min(((at, each) for each in stop if (at := text.find(each)) >= 0), default=(len(text), ""))
+    return text[:at], found
+
+
+def said_in(text: str, number: int, *, most_calls: int = MOST_CALLS) -> Said:
+    """The parts of the session's turn `number`, in the form of Hermes and Qwen, with so many calls at most. What is none stays text, for
+    the agent to see.
     """
     reasoning = ""
     if thought := THOUGHT.match(text):
         reasoning, text = thought[1].strip(), text[thought.end() :]
     calls, rest, at = list[Call](), list[str](), 0
-    for found in CALL.finditer(text) if tools else ():
+    for found in CALL.finditer(text) if most_calls else ():
         call = _call(found[1])
-        if call is None or len(calls) == MOST_CALLS:
+        if call is None or len(calls) == most_calls:
             continue
         rest.append(text[at : found.start()])
         at = found.end()
@@ -277,6 +369,6 @@ def _call(text: str) -> tuple[str, str] | None:
         told = json.loads(text)
         if isinstance(told, dict) and isinstance(name := told.get("name"), str):
             arguments = told.get("arguments", {})
-            if isinstance(arguments, dict):
-                return name, json.dumps(arguments, ensure_ascii=False)
+            if isinstance(arguments, dict) and is_plain(arguments):
+                return well_formed(name), well_formed(json.dumps(arguments, ensure_ascii=False, allow_nan=False))
     return None

@@ -22,7 +22,8 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 class SamplingParams(msgspec.Struct, frozen=True):
     """How the tokens of one request are drawn, by vLLM's names."""
 
-    max_tokens: Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
+    max_tokens: Annotated[int, msgspec.Meta(ge=1, lt=2**31)] | None = None
+    """None: as many as the server gives."""
     temperature: Annotated[float, msgspec.Meta(ge=0)] = 1.0
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
     seed: int | None = None

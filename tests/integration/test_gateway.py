@@ -118,7 +118,7 @@ async def test_what_can_not_be_had_is_refused_with_a_status_that_clients_underst
         found = {
             "no json": await ask(b"{"),
             "no messages": await ask({"messages": []}),
-            "n": await ask({**chat, "n": 2}),
+            "n": await ask({**chat, "n": 65}),
             "tool_choice": await ask({**chat, "tool_choice": "required"}),
             "too long": await ask({"messages": [{"role": "user", "content": "wind " * 100}]}),
             "unknown key": await ask(chat, headers={"Authorization": "Bearer rbt-none"}),

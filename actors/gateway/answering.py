@@ -1,0 +1,100 @@
+"""A request for a turn, over HTTP: read, asked of its session, and answered in its dialect, whole or as a stream."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+import msgspec
+
+from rubato.actors.gateway.dialect import Asked, Dialect, Error, Head, openai_error
+from rubato.actors.gateway.session import Answer, Refused, Session, SessionOver
+from rubato.runtime.observe.trace import wall_s
+
+if TYPE_CHECKING:
+    from starlette.responses import Response
+
+BEAT_S = 10.0
+"""Between two signs of life of a stream whose answer is not there yet."""
+
+Turns = Awaitable[tuple[Answer, ...]]
+
+
+async def answer_in(dialect: Dialect[Any], session: Session, body: bytes, model: str) -> Any:
+    """What the session answers to `body`: JSON's types, or a response that streams. `model` is its name where none was asked for.
+
+    Raises SessionOver and Refused.
+    """
+    asked = dialect.asked_in(body)
+    ask = asked.ask
+    if dialect.counted is not None:
+        return dialect.counted(await session.count(ask))
+    head = Head(uuid4().hex, int(wall_s()), asked.model or model)
+    if asked.streams:
+        return _streamed(dialect, asked, head, session.turns(ask))
+    return dialect.whole(asked, await session.turns(ask), head)
+
+
+def refusal(why: Error, error: Callable[[Error], Any] = openai_error) -> "Response":
+    """The response of a request that has no answer."""
+    from starlette.responses import Response
+
+    headers = {"Retry-After": "1"} if why.status in (429, 503) else {}
+    return Response(msgspec.json.encode(error(why)), why.status, headers, "application/json")
+
+
+def _streamed(dialect: Dialect[Any], asked: Asked, head: Head, turns: Turns) -> "Response":
+    """It begins once there is an answer, or the first sign of life is due: what is wrong before that is told by a status. Where its client
+    leaves, the turn ends.
+    """
+    from starlette.responses import Response  # for jobs alone that have sessions
+
+    class Streamed(Response):
+        async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+            async with asyncio.TaskGroup() as tasks:
+                turn, left = tasks.create_task(_told(turns)), tasks.create_task(_gone(receive))
+                try:
+                    await asyncio.wait((turn, left), timeout=BEAT_S, return_when=asyncio.FIRST_COMPLETED)
+                    if turn.done() and isinstance(why := turn.result(), Error):
+                        await refusal(why, dialect.error)(scope, receive, send)
+                    elif not left.done():
+                        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                        await _stream(dialect, asked, head, turn, left, send)
+                finally:
+                    turn.cancel()
+                    left.cancel()
+
+    streamed = Streamed(media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+    del streamed.headers["Content-Length"]
+    return streamed
+
+
+async def _stream(
+    dialect: Dialect[Any], asked: Asked, head: Head, turn: "asyncio.Task[tuple[Answer, ...] | Error]", left: "asyncio.Task[None]", send: Any
+) -> None:
+    async def tell(event: bytes, *, more: bool = True) -> None:
+        await send({"type": "http.response.body", "body": event, "more_body": more})
+
+    while not turn.done():
+        await tell(dialect.waiting(asked, head))
+        head = head._replace(num_waited=head.num_waited + 1)
+        await asyncio.wait((turn, left), timeout=BEAT_S, return_when=asyncio.FIRST_COMPLETED)
+        if left.done():
+            return
+    found = turn.result()
+    for event in dialect.failed(asked, found, head) if isinstance(found, Error) else dialect.events(asked, found, head):
+        await tell(event)
+    await tell(b"", more=False)
+
+
+async def _told(turns: Turns) -> tuple[Answer, ...] | Error:
+    try:
+        return await turns
+    except (SessionOver, Refused) as error:
+        return error
+
+
+async def _gone(receive: Callable[[], Awaitable[Any]]) -> None:
+    """Return once the client has left."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
