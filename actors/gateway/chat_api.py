@@ -59,9 +59,9 @@ class Asked(msgspec.Struct):
     @property
     def ask(self) -> Ask:
         if self.tool_choice not in (None, "auto", "none"):
-            raise invalid("tool_choice", "tool_choice can't be had but as auto and none")
+            raise invalid("tool_choice", "only auto and none can be had")
         if self.top_logprobs:
-            raise invalid("top_logprobs", "only the log-probability of the sampled token is there: leave top_logprobs out")
+            raise invalid("top_logprobs", "only the log-probability of the sampled token is there: leave it out")
         require_absent({"response_format": self.response_format}, plain=[{"type": "text"}])
         require_absent({"logit_bias": self.logit_bias, "functions": self.functions})
         return Ask(

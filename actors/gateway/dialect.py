@@ -89,7 +89,7 @@ def require_absent(unavailable: Mapping[str, Any], *, plain: Iterable[Any] = ())
     """Raises Refused for the first of these fields that has a value and none of `plain`."""
     for name, value in unavailable.items():
         if value not in (None, False, [], {}, *plain):
-            raise invalid(name, f"{name} can't be had here: leave it out")
+            raise invalid(name, "it can't be had here: leave it out")
 
 
 def conversation(messages: Sequence[Message], param: str) -> list[Message]:

@@ -67,7 +67,7 @@ class Asked(msgspec.Struct):
         require_absent({"output_config.format": (self.output_config or {}).get("format")})
         choice = self.tool_choice or {}
         if choice.get("type", "auto") not in ("auto", "none"):
-            raise invalid("tool_choice", "tool_choice can't be had but as auto and none")
+            raise invalid("tool_choice", "only auto and none can be had")
         told = [message for at, each in enumerate(self.messages) for message in _messages(each, f"messages[{at}]")]
         if told and told[-1]["role"] == "assistant":
             raise invalid("messages", "the conversation ends with the model's own turn: say something behind it")

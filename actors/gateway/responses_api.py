@@ -62,7 +62,7 @@ class Asked(msgspec.Struct):
         if self.previous_response_id:
             raise invalid("previous_response_id", "no response is kept under its id: send the whole conversation as input")
         if self.tool_choice not in (None, "auto", "none"):
-            raise invalid("tool_choice", "tool_choice can't be had but as auto and none")
+            raise invalid("tool_choice", "only auto and none can be had")
         require_absent({name: getattr(self, name) for name in ("conversation", "prompt", "background", "top_logprobs")})
         require_absent({"text.format": (self.text or {}).get("format")}, plain=[{"type": "text"}])
         items: list[dict[str, Any]] = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input

@@ -97,6 +97,75 @@ async def test_agents_from_outside_train_a_job_token_for_token(tmp_path, model):
     assert all(line["age"] <= 1 for line in ledger if line["fate"] == "trained")
 
 
+async def by_responses(agent, stream):
+    """Two turns of OpenAI's client, which sends the items that it got."""
+    items = [{"role": "user", "content": "wind 1"}]
+    for turn in range(2):
+        told = await agent.responses.create(model="any", input=items, max_output_tokens=64, stream=stream)
+        if stream:
+            events = [event async for event in told]
+            assert [event.sequence_number for event in events] == [*range(len(events))]
+            told = events[-1].response
+            assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == told.output_text
+        assert 1 <= told.usage.output_tokens <= 2
+        items += [item.model_dump(exclude_none=True) for item in told.output]
+        items += [{"role": "user", "content": [{"type": "input_text", "text": f"and {turn}"}]}]
+
+
+async def by_messages(client, key, path):
+    """Two turns in Anthropic's form; the second answer is a stream, whose blocks would be sent on."""
+    messages, headers = [{"role": "user", "content": "wind 1"}], {"x-api-key": key, "anthropic-version": "2023-06-01"}
+    asked = {"model": "any", "max_tokens": 64, "messages": messages}
+    told = (await client.post(f"{path}/v1/messages", json=asked, headers=headers)).json()
+    assert (told["type"], told["role"]) == ("message", "assistant")
+    messages += [{"role": "assistant", "content": told["content"]}, {"role": "user", "content": [{"type": "text", "text": "and 0"}]}]
+    count = (await client.post(f"{path}/v1/messages/count_tokens", json=asked, headers=headers)).json()["input_tokens"]
+    streamed = await client.post(f"{path}/v1/messages", json=asked | {"stream": True}, headers=headers)
+    events = [json.loads(line[6:]) for line in streamed.text.splitlines() if line.startswith("data: ")]
+    assert [event["type"] for event in (events[0], *events[-2:])] == ["message_start", "message_delta", "message_stop"]
+    assert events[0]["message"]["usage"]["input_tokens"] == count
+
+
+async def by_tokens(client, key, path):
+    """Two turns of token ids, as vLLM takes them."""
+    tokens, headers = [40, 41, 42], {"Authorization": f"Bearer {key}"}
+    for turn in range(2):
+        asked = {"token_ids": tokens, "sampling_params": {"max_tokens": 64, "logprobs": 0}}
+        (choice,) = (await client.post(f"{path}/inference/v1/generate", json=asked, headers=headers)).json()["choices"]
+        assert len(choice["logprobs"]["content"]) == len(choice["token_ids"]) == choice["weight_versions"][-1]["end"]
+        tokens += [*choice["token_ids"], 50 + turn]
+
+
+async def test_agents_of_other_dialects_train_a_job_token_for_token_as_well(tmp_path, model):
+    shown = {}
+
+    async with served(tmp_path / "run", model, "run.steps=1") as (job, client):
+
+        async def agent(kind, reward):
+            opened = (await client.post("/sessions", json={})).json()
+            path = f"/sessions/{opened['session_id']}"
+            if kind.startswith("responses"):
+                async with openai.AsyncOpenAI(base_url=opened["base_url"], api_key=opened["api_key"], max_retries=0) as agent:
+                    await by_responses(agent, kind == "responses as a stream")
+            else:
+                await {"messages": by_messages, "tokens": by_tokens}[kind](client, opened["api_key"], path)
+            shown[kind] = (await client.get(path)).json()
+            await client.post(f"{path}/complete", json={"reward": reward})
+
+        async with asyncio.TaskGroup() as tasks:
+            for at, kind in enumerate(("responses", "responses as a stream", "messages", "tokens")):
+                tasks.create_task(agent(kind, at % 2))
+            rows = [row async for row in job.rows()]
+
+    assert [row["step"] for row in rows] == [1]
+    for kind, session in shown.items():
+        (segment,) = session["segments"]
+        assert (kind, session["turns"]) == (kind, 2)
+        assert sum(segment["mask"]) == sum(end - start for _, start, end in segment["versions"])
+    ledger = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    assert sum(line["fate"] == "trained" for line in ledger) == 4
+
+
 async def test_what_can_not_be_had_is_refused_with_a_status_that_clients_understand(tmp_path, model):
     async with served(tmp_path / "run", model, "run.steps=100000", "rollout.max_len=64") as (_, client):
         opened = (await client.post("/sessions", json={"metadata": {"who": "me"}})).json()
@@ -124,8 +193,12 @@ async def test_what_can_not_be_had_is_refused_with_a_status_that_clients_underst
             "unknown key": await ask(chat, headers={"Authorization": "Bearer rbt-none"}),
             "another's key": await ask(chat, path=f"/sessions/{other['session_id']}/v1/chat/completions"),
             "a reward that is none": await ask(b'{"reward": 1e999}', path=f"/sessions/{one}/complete"),
+            "token ids that the model has not": await ask(
+                {"token_ids": [10**6], "sampling_params": {}}, path=f"/sessions/{one}/inference/v1/generate"
+            ),
             "known keys beside others": await ask({**chat, "store": False, "metadata": {}, "top_k": 3}),
         }
+        messages = await client.post(f"/sessions/{one}/v1/messages", json={}, headers={"x-api-key": "rbt-none"})
         complete = [(await client.post(f"/sessions/{one}/complete", json={"reward": 1}, headers=key)).status_code for _ in range(2)]
         over = await ask(chat)
 
@@ -139,8 +212,10 @@ async def test_what_can_not_be_had_is_refused_with_a_status_that_clients_underst
         "unknown key": (401, "invalid_api_key"),
         "another's key": (401, "invalid_api_key"),
         "a reward that is none": (400, found["a reward that is none"][1]),
+        "token ids that the model has not": (400, "generation_failed"),
         "known keys beside others": (200, None),
     }
+    assert (messages.status_code, messages.json()["error"]["type"]) == (401, "authentication_error")
     assert complete == [200, 410]
     assert over == (410, "complete")
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)

@@ -39,6 +39,7 @@ def forest():
         {"role": "assistant", "tool_calls": [CALL]},
         {"role": "assistant", "content": "", "tool_calls": [CALL | {"id": "other"}]},
         {"role": "assistant", "content": [], "tool_calls": [CALL | {"function": {"name": "add", "arguments": '{"b":3,"a":2}'}}]},
+        {"role": "assistant", "content": "", "tool_calls": [CALL | {"function": {"name": "add", "arguments": {"a": 2.0, "b": 3}}}]},
         {
             "role": "assistant",
             "content": None,
@@ -140,3 +141,46 @@ def test_meaning_knows_a_developer_as_a_system_message():
 def test_a_transcript_without_turns_is_none(forest):
     assert isinstance(forest.opened(forest.place([USER]), ids(1)), Transcript)
     assert forest.turns == []
+
+
+@pytest.mark.parametrize("kept", [{"reasoning_content": "hm"}, {}])
+def test_a_history_may_leave_out_what_the_model_reasoned(forest, kept):
+    _, first = play(forest, [USER], CALLED | {"reasoning_content": "hm"}, ids(1), ids(7))
+
+    place = forest.place([USER, CALLED | kept, RESULT])
+
+    assert (place.before, place.new) == (first, [RESULT])
+    assert forest.place([USER, CALLED | {"reasoning_content": "other"}, RESULT]).before is None
+
+
+def choose(forest, place, shown, sampled, said):
+    """One of several answers to a request."""
+    transcript = forest.opened(place, shown, alone=True)
+    transcript.sample(Tokens(sampled, bytes(len(sampled)), (VersionSpan(1, 0, len(sampled) // 4),)))
+    return forest.sampled(place, transcript, said, is_choice=True)
+
+
+def test_answers_that_the_agent_chose_another_in_place_of_carry_nothing_nor_does_what_goes_on_from_them(forest):
+    five, six = {"role": "assistant", "content": "5"}, {"role": "assistant", "content": "6"}
+    _, first = play(forest, [USER], CALLED, ids(1), ids(7))
+    place = forest.place([USER, CALLED, RESULT])
+    unchosen, chosen = choose(forest, place, ids(3), ids(6), six), choose(forest, place, ids(3), ids(5), five)
+    _, behind = play(forest, [USER, CALLED, RESULT, six, USER], five, ids(1), ids(5))
+    _, last = play(forest, [USER, CALLED, RESULT, five, USER], five, ids(1), ids(5))
+
+    assert behind.before is unchosen
+    assert last.before is chosen
+    assert first.transcript.prompt == ids(1, 7)
+    assert forest.carrying(last) == [first.transcript, chosen.transcript]
+    assert bytes(chosen.transcript.segment().mask) == bytes([0, 0, 0, 1, 0, 1])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "depth"),
+    [(ids(1, 2, 7, 3, 8, 4), 2), (ids(1, 2, 7, 3, 8), 2), (ids(1, 2, 7, 4), 1), (ids(1, 2, 7), 1), (ids(1, 2, 6, 3, 8), 0), (ids(1, 2), 0)],
+)
+def test_a_prompt_of_tokens_goes_on_from_the_deepest_turn_that_it_begins_with(forest, prompt, depth):
+    _, first = play(forest, [USER], CALLED, ids(1, 2), ids(7))
+    _, second = play(forest, [USER, CALLED, RESULT], CALLED, ids(3), ids(8))
+
+    assert forest.place_tokens(prompt).before is (None, first, second)[depth]
