@@ -77,8 +77,8 @@ class Turn:
     """And to where it ends."""
     before: "Turn | None"
     """The turn that its history led to."""
-    is_choice: bool = False
-    """One of several answers to one request."""
+    choice: int = 0
+    """One of several answers to the request of this number; 0: the only one."""
 
     def path(self) -> Iterator["Turn"]:
         """It and those before it, newest first."""
@@ -160,10 +160,10 @@ class Forest:
             return before.transcript
         return Transcript(before.transcript.prompt[: before.end * TOKEN_BYTES] + shown)
 
-    def sampled(self, place: Place, transcript: Transcript, said: Message, *, is_choice: bool = False) -> Turn:
+    def sampled(self, place: Place, transcript: Transcript, said: Message, *, choice: int = 0) -> Turn:
         """A turn was sampled at the end of `transcript`, which the client is told as the message `said`."""
         before, own = transcript.last_turn
-        turn = Turn(transcript, len(before) // TOKEN_BYTES, len(transcript), place.before, is_choice)
+        turn = Turn(transcript, len(before) // TOKEN_BYTES, len(transcript), place.before, choice)
         self._ended[turn.end, blake2b(before + own, digest_size=16).digest()] = turn
         if place.meanings:
             self._told(place, said).turns.append(turn)
@@ -180,10 +180,11 @@ class Forest:
         return found
 
     def carrying(self, last: Turn) -> list[Transcript]:
-        """The transcripts that led to the turn `last`: those that have a turn of its path, and those that go on from one. An answer that
-        the agent chose another in place of led nowhere, nor did what goes on from it.
+        """The transcripts that led to the turn `last`, and to the other answers to its request: those that have a turn of their path, and
+        those that go on from one. An answer that the agent chose another in place of led nowhere, nor did what goes on from it.
         """
-        on_path = set(last.path())
+        ends = [turn for turn in self.turns if turn.choice == last.choice] if last.choice else [last]
+        on_path = {turn for end in ends for turn in end.path()}
         return list(dict.fromkeys(turn.transcript for turn in self.turns if _leads(turn, on_path)))
 
 
@@ -191,6 +192,6 @@ def _leads(turn: Turn, on_path: Set[Turn]) -> bool:
     for each in turn.path():
         if each in on_path:
             return True
-        if each.is_choice:
+        if each.choice:
             return False
     return False

@@ -161,6 +161,7 @@ class Session:
         self._expires: asyncio.Timeout | None = None
         self._asking = 0
         self._num_asked = 0
+        self._num_choices = 0
 
     @property
     def recorder(self) -> Recorder:
@@ -227,9 +228,11 @@ class Session:
             )
         if ask.n == 1:
             return (await self._turn(ask, place, shown, num),)
+        self._num_choices += 1
+        choice = self._num_choices
         try:
             async with asyncio.TaskGroup() as tasks:
-                turns = [tasks.create_task(self._turn(ask, place, shown, num)) for _ in range(ask.n)]
+                turns = [tasks.create_task(self._turn(ask, place, shown, num, choice)) for _ in range(ask.n)]
         except BaseExceptionGroup as group:
             raise first_cause(group) from None
         return tuple(turn.result() for turn in turns)
@@ -245,10 +248,10 @@ class Session:
         render = partial(_shown, renderer, place.before, place.new)
         return place, render() if size <= SHORT else await self._offload(render)
 
-    async def _turn(self, ask: Ask | AskTokens, place: Place, shown: bytes, num: int) -> Answer:
+    async def _turn(self, ask: Ask | AskTokens, place: Place, shown: bytes, num: int, choice: int = 0) -> Answer:
         """One turn behind `num` tokens."""
-        recorder, is_choice = self.recorder, ask.n > 1
-        transcript = self.forest.opened(place, shown, alone=is_choice)
+        recorder = self.recorder
+        transcript = self.forest.opened(place, shown, alone=choice > 0)
         if transcript not in recorder.transcripts:
             recorder.transcripts.append(transcript)
         prompt = transcript.prompt
@@ -257,7 +260,7 @@ class Session:
         most_calls = ask.most_calls if isinstance(ask, Ask) and ask.tools else 0
         said = said_in(text, len(self.forest.turns), most_calls=most_calls)
         self._check_open()
-        self.forest.sampled(place, transcript, said.message, is_choice=is_choice)
+        self.forest.sampled(place, transcript, said.message, choice=choice)
         return Answer(said, completion, len(prompt) // TOKEN_BYTES, prompt, stop)
 
     def _sampling(self, ask: Ask | AskTokens, room: int) -> Sampling:

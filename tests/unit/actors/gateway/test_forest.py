@@ -157,7 +157,7 @@ def choose(forest, place, shown, sampled, said):
     """One of several answers to a request."""
     transcript = forest.opened(place, shown, alone=True)
     transcript.sample(Tokens(sampled, bytes(len(sampled)), (VersionSpan(1, 0, len(sampled) // 4),)))
-    return forest.sampled(place, transcript, said, is_choice=True)
+    return forest.sampled(place, transcript, said, choice=1)
 
 
 def test_answers_that_the_agent_chose_another_in_place_of_carry_nothing_nor_does_what_goes_on_from_them(forest):
@@ -173,6 +173,14 @@ def test_answers_that_the_agent_chose_another_in_place_of_carry_nothing_nor_does
     assert first.transcript.prompt == ids(1, 7)
     assert forest.carrying(last) == [first.transcript, chosen.transcript]
     assert bytes(chosen.transcript.segment().mask) == bytes([0, 0, 0, 1, 0, 1])
+
+
+def test_of_the_last_request_all_answers_carry(forest):
+    _, first = play(forest, [USER], CALLED, ids(1), ids(7))
+    place = forest.place([USER, CALLED, RESULT])
+    answers = [choose(forest, place, ids(3), ids(at), {"role": "assistant", "content": f"{at}"}) for at in range(2)]
+
+    assert forest.carrying(answers[-1]) == [first.transcript, *(answer.transcript for answer in answers)]
 
 
 @pytest.mark.parametrize(
