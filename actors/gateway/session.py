@@ -29,9 +29,11 @@ MOST_TURNS = 4096
 MOST_AT_ONCE = 64
 """Requests of one session that are under way."""
 
-
 MOST_CALLS = 128
 """Of one turn; further ones stay text."""
+
+KEY_PREFIX = "rbt-"
+"""Of sessions' keys."""
 
 SHORT = 16 * 1024
 """Characters of messages that are rendered at once: more is done in a thread, while the actor answers others."""
@@ -150,7 +152,7 @@ class Session:
         """`renderer(tools)` is an awaitable of the renderer for these tools. Without a request for `idle_s` the session expires; a context has
         at most `max_len` tokens.
         """
-        self.id, self.key = secrets.token_hex(12), f"rbt-{secrets.token_urlsafe(24)}"
+        self.id, self.key = secrets.token_hex(12), f"{KEY_PREFIX}{secrets.token_urlsafe(24)}"
         self.forest = Forest()
         self.over: OverCode | None = None
         self.metadata: Any = None

@@ -1,0 +1,220 @@
+"""The HTTP room of sessions: requests of agents, each for the session that its path or its key names.
+
+POST /sessions/{id}/complete     {"reward"?, "error"?} → {"session_id", "segments"}
+GET  /sessions/{id}              its transcripts: token ids, masks, versions
+POST /v1/chat/completions        with the session's key, or below /sessions/{id}/v1
+GET  /v1/models
+"""
+
+import asyncio
+import hmac
+import socket
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import msgspec
+import uvicorn
+
+from rubato.actors.envs.recorder import GaveUp
+from rubato.actors.gateway.answering import answer_in, refusal
+from rubato.actors.gateway.dialect import Dialect, Error, openai_error
+from rubato.actors.gateway.dialects import DIALECTS
+from rubato.actors.gateway.http_server import HttpServer
+from rubato.actors.gateway.session import KEY_PREFIX, OverCode, Refused, Session, SessionOver
+from rubato.bus.message import unpack_i32
+from rubato.runtime.errors import first_cause
+
+BodyT = TypeVar("BodyT")
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+MOST_BYTES = 16 * 2**20
+"""Of a request."""
+
+BODY_S = 30.0
+"""Longest that a request's body may take to come."""
+
+OVER_KEPT = 4096
+"""Sessions that are over of which is still known why."""
+
+
+class Ending(msgspec.Struct):
+    """Body of POST /sessions/{id}/complete."""
+
+    reward: float | None = None
+    error: str | None = None
+
+
+class SessionServer:
+    """Answers for the sessions that were added and are not over."""
+
+    def __init__(self, model: str, admin_key: str = "") -> None:
+        """`model` is what clients are given as its name. With `admin_key` one may ask for every session; without one, no key does."""
+        self.admin_key = admin_key
+        self._model = model
+        self._sessions: dict[str, Session] = {}
+        """By id, and those that run by key too."""
+        self._over: OrderedDict[str, str] = OrderedDict()
+        """Id and key of those that are over → why."""
+
+    async def serve(self, listening: socket.socket, *opening: Any) -> None:
+        """Answer until cancelled; `opening` are further routes."""
+        server = HttpServer(uvicorn.Config(self._app(opening), lifespan="off", ws="none", log_config=None))
+        await server.run_on(listening)
+
+    def add(self, session: Session) -> None:
+        """It is asked from now on."""
+        self._sessions |= {session.id: session, session.key: session}
+
+    def remove(self, session: Session) -> None:
+        """It is over, and the sample buffer has its end."""
+        for name in (session.id, session.key):
+            self._sessions.pop(name, None)
+            self._over[name] = session.over or "cancelled"
+        while len(self._over) > 2 * OVER_KEPT:
+            self._over.popitem(last=False)
+        session.settle()
+
+    def _app(self, opening: Sequence[Any]) -> Any:
+        """The ASGI application."""
+        from starlette.applications import Starlette  # for jobs alone that have sessions
+        from starlette.routing import Route
+
+        routes = [
+            *opening,
+            Route("/sessions/{id}", answering(self._show), methods=["GET"]),
+            Route("/sessions/{id}/complete", answering(self._complete), methods=["POST"]),
+            Route("/v1/models", answering(self._models), methods=["GET"]),
+            Route("/sessions/{id}/v1/models", answering(self._models), methods=["GET"]),
+        ]
+        for path, dialect in DIALECTS.items():
+            endpoint = answering(partial(self._asked, dialect), dialect.error)
+            routes += [Route(prefix + path, endpoint, methods=["POST"]) for prefix in ("", "/sessions/{id}")]
+        return Starlette(routes=routes)
+
+    async def _complete(self, request: "Request") -> Any:
+        session = self._session_of(request)
+        ending = decoded(await body_of(request), Ending)
+        if ending.error is not None:
+            session.fail(GaveUp("agent_failed", ending.error[:2000]))
+        else:
+            session.complete(ending.reward or 0.0)
+        await session.settled()
+        return {"session_id": session.id, "segments": len(session.recorder.transcripts)}
+
+    async def _show(self, request: "Request") -> Any:
+        session = self._session_of(request)
+        return {
+            "session_id": session.id,
+            "metadata": session.metadata,
+            "turns": len(session.forest.turns),
+            "segments": [
+                {
+                    "token_ids": unpack_i32(segment.tokens),
+                    "mask": list(segment.mask),
+                    "versions": [[span.version, span.start, span.end] for span in segment.spans],
+                }
+                for segment in (transcript.segment() for transcript in session.recorder.transcripts)
+            ],
+        }
+
+    async def _models(self, request: "Request") -> Any:
+        self._session_of(request)
+        return {"object": "list", "data": [{"id": self._model, "object": "model", "owned_by": "rubato"}]}
+
+    async def _asked(self, dialect: Dialect[Any], request: "Request") -> Any:
+        session, body = self._session_of(request), await body_of(request)
+        async with until_gone(request):
+            return await answer_in(dialect, session, body, self._model)
+
+    def check_admin(self, request: "Request") -> None:
+        """Raises Refused."""
+        if not self._is_admin(_key_of(request)):
+            raise Refused(401, "invalid_api_key", "the key is not the one in the run's gateway.json")
+
+    def _is_admin(self, key: str) -> bool:
+        return bool(self.admin_key) and hmac.compare_digest(key.encode(), self.admin_key.encode())
+
+    def _session_of(self, request: "Request") -> Session:
+        """By its path, whose id is as good as its key, or by its key. Raises SessionOver and Refused.
+
+        Clients send a key of some kind in any case: below a session's path only one of another session is refused.
+        """
+        key = _key_of(request)
+        name = request.path_params.get("id", key)
+        session = self._sessions.get(name)
+        if session is None and (over := self._over.get(name)) is not None:
+            raise SessionOver(cast("OverCode", over))
+        if session is None or (key.startswith(KEY_PREFIX) and key != session.key):
+            raise Refused(401, "invalid_api_key", "no session has this key")
+        return session
+
+
+def answering(
+    answer: Callable[["Request"], Awaitable[Any]], error: Callable[[Error], Any] = openai_error
+) -> Callable[["Request"], Awaitable["Response"]]:
+    """An endpoint of what `answer` gives, and of how it refuses."""
+    from starlette.responses import Response
+
+    async def respond(request: "Request") -> Response:
+        try:
+            told = await answer(request)
+        except (SessionOver, Refused) as why:
+            return refusal(why, error)
+        return told if isinstance(told, Response) else Response(msgspec.json.encode(told), media_type="application/json")
+
+    return respond
+
+
+def _key_of(request: "Request") -> str:
+    return request.headers.get("x-api-key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
+
+
+def decoded(body: bytes, kind: type[BodyT]) -> BodyT:
+    """Raises Refused."""
+    try:
+        return msgspec.json.decode(body or b"{}", type=kind)
+    except msgspec.MsgspecError as error:
+        raise Refused(400, "invalid_request_error", f"the body is not what is asked for here: {error}") from None
+
+
+async def body_of(request: "Request") -> bytes:
+    """Raises Refused for one that does not come whole."""
+    from starlette.requests import ClientDisconnect
+
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for piece in request.stream():
+                body += piece
+                if len(body) > MOST_BYTES:
+                    raise Refused(413, "too_large", f"a request may have {MOST_BYTES:,} bytes")
+    except TimeoutError:
+        raise Refused(408, "timeout", f"the request did not come whole within {BODY_S:g} s") from None
+    except ClientDisconnect:
+        raise Refused(400, "invalid_request_error", "the request did not come whole") from None
+    return bytes(body)
+
+
+@asynccontextmanager
+async def until_gone(request: "Request") -> AsyncGenerator[None]:
+    """A block that ends when who asked has left, with a refusal that is not heard."""
+    left = Refused(400, "client_left", "its client went away")
+
+    async def watch() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        raise left
+
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            watching = tasks.create_task(watch())
+            yield
+            watching.cancel()
+    except BaseExceptionGroup as group:
+        raise first_cause(group) from None
