@@ -15,8 +15,27 @@ if TYPE_CHECKING:
     from rubato.planning.engine_info import EngineInfo
     from rubato.runtime.config import Config as Job
 
-ROLLOUT_HOOKS: Mapping[str, str] = {"cluster.dir": "rubato.actors.cluster.rollmux:GeneratingCount"}
-"""See actors/envs/rollout.py."""
+AGENTS, AGENTS_CHECK = "rubato.actors.gateway.agents:Agents", "rubato.actors.gateway.agents:check_host"
+OWN_TASKS = "rubato.actors.gateway.agents:OwnTasks"
+"""Of `env.agent` and `tasks.NAME.agent`; the environment of one that names none."""
+
+
+def rollout_hooks(config: Any) -> Iterator[str]:
+    """Paths of the hooks of an environment manager, see actors/envs/rollout.py."""
+    if config.cluster.dir:
+        yield "rubato.actors.cluster.rollmux:GeneratingCount"
+    if _has_agents(config):
+        yield AGENTS
+
+
+def rollout_host_checks(config: Any) -> list[str]:
+    """Paths of checks of what they need of the host."""
+    return [AGENTS_CHECK] if _has_agents(config) else []
+
+
+def _has_agents(config: Any) -> bool:
+    return bool(config.env.agent) or any(task.agent for task in config.tasks.values())
+
 
 ROLLOUT_MESSAGES: Mapping[str, tuple[str, str]] = {"Survey": ("orchestrator", "rubato.actors.survey.manager:RolloutOutlook")}
 """The section of the actor that sends the message, and the hook that answers it."""

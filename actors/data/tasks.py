@@ -145,6 +145,8 @@ class TaskSection(Section):
     """A data set with a grader."""
     reasoning_gym: str = ""
     """Name of a task that reasoning-gym generates, such as chain_sum."""
+    agent: str = ""
+    """As `env.agent`; alone it brings its tasks itself."""
     kwargs: dict[str, Any] = {}
     """Arguments of the environment's constructor, or of reasoning-gym's task."""
     eval_kwargs: dict[str, Any] = {}
@@ -168,10 +170,10 @@ def _mixture(tasks: dict[str, TaskSection]) -> dict[str, TaskSection]:
     for name, found in sources.items():
         if not NAME.fullmatch(name):
             raise ValueError(f"{name!r} can't be a task's name: use letters, digits, and _ . - inside")
-        if not found:
+        if not found and not tasks[name].agent:
             near = difflib.get_close_matches(name, [other for other in sources if sources[other]], n=1)
             guess = f"Did you mean {near[0]}?" if near else "Give it one of them"
-            raise ValueError(f"{name} names no class, no data and no reasoning_gym. {guess}")
+            raise ValueError(f"{name} names no class, no data, no reasoning_gym and no agent. {guess}")
         if len(found) > 1:
             raise ValueError(f"{name} names {' and '.join(found)}: a task has one of them. Make it two tasks")
         if tasks[name].data and (idle := [key for key in ("kwargs", "eval_kwargs") if getattr(tasks[name], key)]):

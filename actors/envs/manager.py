@@ -105,6 +105,8 @@ class EnvManager(plugins.Hooked[RolloutHook], Actor):
     @classmethod
     def check_host(cls, config: Config) -> None:
         """The environments' modules, whose content shows when a manager tries them, and data sets."""
+        for path in plugins.rollout_host_checks(config):
+            plugins.load(path)(config)
         if config.tasks:
             plugins.load(plugins.TASK_CHECKS)(config.tasks)
         else:
@@ -128,7 +130,7 @@ class EnvManager(plugins.Hooked[RolloutHook], Actor):
         self._rollouts: dict[str, RolloutContext] = {}
         self._ended = self._aside = False
         self._started = False
-        self.begin_hooks(plugins.chosen(plugins.ROLLOUT_HOOKS, config))
+        self.begin_hooks(plugins.rollout_hooks(config))
         self.plugins = self.hooks
 
     async def on_start(self) -> None:

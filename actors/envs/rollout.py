@@ -77,6 +77,10 @@ class RolloutHook(Handles):
         self.manager = manager
         self.playing = playing
 
+    def driver(self, context: "RolloutContext") -> Driver | None:
+        """What plays a rollout in place of the environment's loop; None: that loop."""
+        return None
+
     def turns(self) -> AbstractContextManager[None]:
         """Around the turns of one rollout, from before its first to after its last; entered by many at once."""
         return nullcontext()
@@ -102,7 +106,8 @@ class RolloutContext(RecorderContext):
 
     def rollout_of(self, ticket: Ticket) -> Rollout:
         """A rollout by `ticket`."""
-        return Rollout(Recorder(self, ticket), EnvDriver(self))
+        drivers = (driver for hook in self.hooks if (driver := hook.driver(self)) is not None)
+        return Rollout(Recorder(self, ticket), next(drivers, None) or EnvDriver(self))
 
 
 class EnvDriver:

@@ -4,7 +4,7 @@ sense."""
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field, PlainValidator
+from pydantic import Field, PlainValidator, model_validator
 
 from rubato.actors import plugins
 from rubato.actors.config import RewardSection, RolloutSection
@@ -43,6 +43,10 @@ class EnvSection(Section):
     """Arguments of the constructor."""
     eval_kwargs: dict[str, Any] = {}
     """Arguments that replace those above for held-out tasks; empty takes what the class declares as `held_out`."""
+    agent: str = ""
+    """What takes the turns of each rollout, see docs/agents.md: a function as module:name or path/to/file.py:name, or a command. Empty: the environment's own loop."""
+    agent_timeout_s: float = Field(default=600.0, gt=0)
+    """Longest that an agent may take for one rollout."""
     concurrency: int = Field(default=64, ge=1)
     """Rollouts in flight per environment manager."""
     isolation: Literal["auto", "inline", "process"] = "auto"
@@ -61,6 +65,12 @@ class EnvSection(Section):
     """Longest one step may take."""
     reset_tries: int = Field(default=3, ge=1)
     """Tries per rollout, each on a fresh instance."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_own_tasks(cls, given: Any) -> Any:
+        """An agent without an environment brings its tasks."""
+        return {"class": plugins.OWN_TASKS, **given} if isinstance(given, dict) and given.get("agent") else given
 
     def sizes(self, cores: int) -> tuple[int, int]:
         """(first, most) workers of a manager that may use so many cores."""
@@ -94,6 +104,8 @@ def resolved(tasks: Mapping[str, TaskSection], env: EnvSection, rollout: Rollout
 
 
 def _env_of(task: TaskSection, env: EnvSection) -> EnvSection:
+    if task.agent:
+        env = env.model_copy(update={"agent": task.agent})
     if (data := task.data) is not None:
         quick = data.grader in QUICK
         target = DATA_SETS[quick]
@@ -103,7 +115,7 @@ def _env_of(task: TaskSection, env: EnvSection) -> EnvSection:
     if task.reasoning_gym:
         kwargs = {**task.kwargs, "name": task.reasoning_gym}
         return _with(env, plugins.REASONING, kwargs, {**plugins.load(plugins.REASONING_HELD_OUT), **task.eval_kwargs})
-    return _with(env, task.target, task.kwargs, task.eval_kwargs)
+    return _with(env, task.target or plugins.OWN_TASKS, task.kwargs, task.eval_kwargs)
 
 
 def _with(env: EnvSection, target: str, kwargs: Mapping[str, object], eval_kwargs: Mapping[str, object]) -> EnvSection:

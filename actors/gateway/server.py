@@ -103,7 +103,7 @@ class SessionServer:
         if ending.error is not None:
             session.fail(GaveUp("agent_failed", ending.error[:2000]))
         else:
-            session.complete(ending.reward or 0.0)
+            session.complete(ending.reward)
         await session.settled()
         return {"session_id": session.id, "segments": len(session.recorder.transcripts)}
 

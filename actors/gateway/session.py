@@ -148,14 +148,20 @@ class Answer:
 class Session:
     """A Driver (actors/envs/rollout.py) that only waits: requests come from the server, each in a task of its own."""
 
-    def __init__(self, renderer: Callable[[Sequence[Mapping[str, Any]]], Any], *, offload: Offload, idle_s: float, max_len: int) -> None:
-        """`renderer(tools)` is an awaitable of the renderer for these tools. Without a request for `idle_s` the session expires; a context has
-        at most `max_len` tokens.
+    def __init__(
+        self, renderer: Callable[[Sequence[Mapping[str, Any]]], Any], *, offload: Offload, idle_s: float | None, max_len: int
+    ) -> None:
+        """`renderer(tools)` is an awaitable of the renderer for these tools. Without a request for `idle_s` the session expires, with None it
+        does not; a context has at most `max_len` tokens.
         """
         self.id, self.key = secrets.token_hex(12), f"{KEY_PREFIX}{secrets.token_urlsafe(24)}"
         self.forest = Forest()
         self.over: OverCode | None = None
         self.metadata: Any = None
+        self.rewarded = False
+        """Whether the agent said its reward itself."""
+        self.answer = ""
+        """What it ended with: the text of the turn that was over last, unless it says another."""
         self._renderer, self._offload, self._idle_s, self._max_len = renderer, offload, idle_s, max_len
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._settled = asyncio.Event()
@@ -263,6 +269,7 @@ class Session:
         said = said_in(text, len(self.forest.turns), most_calls=most_calls)
         self._check_open()
         self.forest.sampled(place, transcript, said.message, choice=choice)
+        self.answer = said.content
         return Answer(said, completion, len(prompt) // TOKEN_BYTES, prompt, stop)
 
     def _sampling(self, ask: Ask | AskTokens, room: int) -> Sampling:
@@ -291,14 +298,15 @@ class Session:
         status = 400 if end.reason == "generation_failed" and not end.retry else 503
         return Refused(status, "generation_failed", f"{end.reason}: {end.detail}")
 
-    def complete(self, reward: float = 0.0) -> None:
-        """The agent is through, and its reward beside what reward functions add. Raises SessionOver and Refused."""
+    def complete(self, reward: float | None = None) -> None:
+        """The agent is through, and its reward, if it has one, beside what others add. Raises SessionOver and Refused."""
         self._check_open()
         if self._ended.done():
             raise SessionOver("cancelled")
-        if flaw := flaw_of_reward(reward):
+        if reward is not None and (flaw := flaw_of_reward(reward)):
             raise Refused(400, "invalid_reward", f"reward {reward} is {flaw.replace('_', ' ')}")
-        self.recorder.reward = reward
+        self.rewarded = reward is not None
+        self.recorder.reward = reward or 0.0
         self._end("complete")
         self._ended.set_result(None)
 
@@ -324,7 +332,7 @@ class Session:
         self.over = self.over or code
 
     def _heard(self) -> None:
-        if self._expires is not None and self.over is None and not self._expires.expired():
+        if self._idle_s is not None and self._expires is not None and self.over is None and not self._expires.expired():
             self._expires.reschedule(asyncio.get_running_loop().time() + self._idle_s)
 
 

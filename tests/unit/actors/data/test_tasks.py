@@ -84,7 +84,7 @@ def test_the_key_that_graders_had_before_is_taken_and_one_sentence_says_so():
     ("named", "words"),
     [
         ({"a": {"class": BANDIT, "weight": 0}, "b": {"class": BANDIT, "weight": 0}}, "the weights of a, b sum to 0"),
-        ({"sums": {"class": BANDIT}, "sum": {"weight": 2}}, "sum names no class, no data and no reasoning_gym. Did you"),
+        ({"sums": {"class": BANDIT}, "sum": {"weight": 2}}, "sum names no class, no data, no reasoning_gym and no agent. Did you"),
         ({"a": {"class": BANDIT, "reasoning_gym": "chain_sum"}}, "a names class and reasoning_gym: a task has one"),
         ({"a b": {"class": BANDIT}}, "'a b' can't be a task's name"),
         ({"a": {"data": {"path": "x.jsonl", "grader": "exakt"}}}, "Did you mean exact"),

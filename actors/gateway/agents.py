@@ -1,0 +1,226 @@
+"""Agents that the job starts: one for each ticket, which plays the trajectory by requests to its environment manager.
+
+`env.agent` names it: an async function, a plain one, or a command. The environment's reset says what its task is; the reward is what the
+agent says, else what the environment's step says of its answer.
+"""
+
+import asyncio
+import importlib.util
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from contextvars import copy_context
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any
+
+from rubato.actors import plugins
+from rubato.actors.envs.coroutines import Coroutines
+from rubato.actors.envs.environment import Observation, Step
+from rubato.actors.envs.hosting import HostedEnv, Hung, Raised
+from rubato.actors.envs.recorder import GaveUp, Recorder
+from rubato.actors.envs.rollout import EnvDriver, Rollout, RolloutContext, RolloutHook
+from rubato.actors.gateway.command import AgentEnded, run_command, words_of
+from rubato.actors.gateway.renderers import Renderers
+from rubato.actors.gateway.server import SessionServer
+from rubato.actors.gateway.session import Refused, Session, SessionOver
+from rubato.bus.address import bind_listener
+from rubato.runtime.actor import Actor
+from rubato.runtime.errors import ConfigError, first_cause
+from rubato.runtime.importer import check_module, load_configured
+from rubato.runtime.pool.values import text_of
+
+KEY = "env.agent"
+
+END_S = 5.0
+"""An agent that said by a request that it is complete may go on for so long."""
+
+
+@dataclass(frozen=True)
+class AgentTask:
+    """What an agent is given. `base_url` and `api_key` are for a client of OpenAI's API, `url` is the session's own address."""
+
+    url: str
+    base_url: str
+    api_key: str
+    model: str
+    prompt: Observation
+    """Of the environment's reset: a text, or chat messages; empty where there is no environment."""
+    task: str
+    row: int
+    seed: int
+    purpose: str
+    """train or eval."""
+    info: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Of the environment's reset."""
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """For a process: clients find their address and key in these."""
+        return {
+            "OPENAI_BASE_URL": self.base_url,
+            "OPENAI_API_KEY": self.api_key,
+            "ANTHROPIC_BASE_URL": self.url,
+            "ANTHROPIC_API_KEY": self.api_key,
+            "RUBATO_SESSION": self.url.rpartition("/")[2],
+            "RUBATO_SESSION_URL": self.url,
+        }
+
+
+class OwnTasks:
+    """The environment of an agent that brings its own: `row` and `seed` say which task it is to do."""
+
+    held_out: Mapping[str, Any] = {}
+    inline = True
+
+    def reset(self, *, seed: int) -> tuple[Observation, Mapping[str, Any]]:
+        """Nothing to show."""
+        return "", {}
+
+    def step(self, action: str) -> Step:
+        """No reward but what the agent and reward functions say."""
+        return "", 0.0, True, False, {}
+
+    def close(self) -> None: ...
+
+
+def check_host(config: Any) -> None:
+    """Packages, and that something is at each agent's path. Raises ConfigError."""
+    if importlib.util.find_spec("starlette") is None:
+        raise ConfigError(f"{KEY} needs the package starlette: pip install -e '.[serve]'")
+    own = {f"tasks.{name}.agent": task.agent for name, task in config.tasks.items()}
+    for key, agent in ({KEY: config.env.agent} | own).items():
+        if agent and not words_of(agent):
+            check_module(agent, key=key)
+
+
+class Agents(RolloutHook):
+    """Those of one manager, and the server that they talk to, on the loopback alone."""
+
+    def __init__(self, manager: Actor, playing: Callable[[], Iterable[Rollout]]) -> None:
+        super().__init__(manager, playing)
+        self._server = SessionServer(manager.run.folder.name)
+        self._url = ""
+        self._listens = asyncio.Event()
+        self._renderers = Renderers(manager.run.folder / manager.config.model.path, manager.offload)
+        config: Any = manager.config
+        named = {config.env.agent, *(task.agent for task in config.tasks.values())}
+        self._functions = {agent: load_configured(agent, key=KEY) for agent in named if agent and not words_of(agent)}
+        self._coroutines = Coroutines(self._blocked)
+        self._blocking: set[str] = set()
+        plugins.load(plugins.GUARD)()
+
+    async def run(self) -> None:
+        """Serve until the manager ends."""
+        listening = bind_listener("127.0.0.1", 0)
+        self._url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        self._listens.set()
+        try:
+            await self._server.serve(listening)
+        finally:
+            await self._coroutines.close()
+
+    def driver(self, context: RolloutContext) -> "AgentDriver | None":
+        return AgentDriver(context, self) if context.env.agent else None
+
+    async def open(self, context: RolloutContext, recorder: Recorder, prompt: Observation) -> tuple[Session, AgentTask]:
+        """A session by the recorder's ticket, and what its agent is given."""
+        renderer = partial(self._renderers.get, context.rollout)
+        session = Session(renderer, offload=self.manager.offload, idle_s=None, max_len=context.rollout.max_len)
+        session.begin(recorder)
+        await self._listens.wait()
+        self._server.add(session)
+        url, ticket = f"{self._url}/sessions/{session.id}", recorder.ticket
+        told = AgentTask(
+            url=url,
+            base_url=f"{url}/v1",
+            api_key=session.key,
+            model=self.manager.run.folder.name,
+            prompt=prompt,
+            task=ticket.task,
+            row=ticket.row,
+            seed=ticket.seed,
+            purpose=ticket.purpose,
+            info=dict(recorder.info),
+        )
+        return session, told
+
+    def close(self, session: Session) -> None:
+        """It is over."""
+        self._server.remove(session)
+
+    async def play(self, agent: str, limit_s: float, session: Session, told: AgentTask) -> None:
+        """Run the agent, and end its session by what came of it, unless that is over already."""
+        try:
+            async with asyncio.timeout(limit_s):
+                said = await self._run(agent, told)
+            if session.over is None:
+                _complete(session, said)
+        except TimeoutError:
+            session.fail(GaveUp("agent_timeout", f"{agent} was not through after env.agent_timeout_s={limit_s:g}"))
+        except AgentEnded as end:
+            session.fail(GaveUp("agent_failed", f"{agent} {end}"))
+        except SessionOver:
+            pass
+
+    async def _run(self, agent: str, told: AgentTask) -> Any:
+        """What it returned, or said at its end."""
+        if words := words_of(agent):
+            return await run_command(words, told.variables, asdict(told))
+        function = self._functions[agent]
+        if not inspect.iscoroutinefunction(function):
+            return await run_command(words_of(agent, plain=True), told.variables, asdict(told))
+        call = self._coroutines.begin(function(told), agent, copy_context())
+        try:
+            return await call.result(float("inf"))
+        except Raised as raised:
+            raise AgentEnded(f"raised {text_of(raised.error)}") from raised.error
+        except Hung:
+            raise AssertionError from None
+        finally:
+            await call.end()
+
+    def _blocked(self, agent: str, took_s: float) -> None:
+        if agent not in self._blocking:
+            self._blocking.add(agent)
+            self.manager.notice(
+                f"the agent {agent} blocked its environment manager for {took_s * 1000:.0f} ms: all rollouts there stand still meanwhile. "
+                "Await what takes long, or make it a plain function, which runs in a process of its own"
+            )
+
+
+class AgentDriver(EnvDriver):
+    """An environment's episode whose turns an agent takes."""
+
+    def __init__(self, context: RolloutContext, agents: Agents) -> None:
+        super().__init__(context)
+        self._agents = agents
+
+    async def _play_turns(self, recorder: Recorder, env: HostedEnv, observation: Observation) -> None:
+        agents, section = self._agents, self._context.env
+        session, told = await agents.open(self._context, recorder, observation)
+        try:
+            with recorder.waiting("agent", f"env.agent_timeout_s={section.agent_timeout_s:g}"):
+                async with asyncio.TaskGroup() as tasks:
+                    playing = tasks.create_task(agents.play(section.agent, section.agent_timeout_s, session, told))
+                    await session.drive(recorder)
+                    session.settle()
+                    await asyncio.wait((playing,), timeout=END_S)
+                    playing.cancel()
+        except BaseExceptionGroup as group:
+            raise first_cause(group) from None
+        finally:
+            agents.close(session)
+        if not session.rewarded:
+            await self._step(recorder, env, session.answer)
+
+
+def _complete(session: Session, said: Any) -> None:
+    """End it by the agent's own reward, or its answer. Raises AgentEnded for what is neither, and SessionOver."""
+    if isinstance(said, str):
+        session.answer, said = said, None
+    if said is not None and not isinstance(said, (int, float)):
+        raise AgentEnded(f"returned {type(said).__name__}: an agent returns its reward, its answer as a text, or None")
+    try:
+        session.complete(None if said is None else float(said))
+    except Refused as refused:
+        raise AgentEnded(f"said a {refused}") from refused

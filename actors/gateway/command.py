@@ -1,0 +1,119 @@
+"""An agent that is a process: a command, or a plain function in a process of its own. `python -m rubato.actors.gateway.command TARGET`."""
+
+import asyncio
+import json
+import os
+import re
+import shlex
+import signal
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+TARGET = re.compile(r"[^\s:]+:[A-Za-z_]\w*")
+"""A function, as module:name or path/to/file.py:name; all else is a command."""
+
+TASK_FILE = "RUBATO_TASK_FILE"
+
+TAIL = 64 * 1024
+"""Bytes at the end of each output in which the agent's last words are looked for."""
+
+AFTER_S = 1.0
+"""How long after an agent's end its outputs are read, which a process that it left may hold open."""
+
+
+class AgentEnded(Exception):
+    """Without a result: how, as a part of a sentence."""
+
+
+def words_of(agent: str, *, plain: bool = False) -> list[str]:
+    """The words of a command; of a function none, unless it is a `plain` one, which runs in a process."""
+    if TARGET.fullmatch(agent):
+        return [sys.executable, "-m", "rubato.actors.gateway.command", agent] if plain else []
+    return shlex.split(agent)
+
+
+async def run_command(words: Sequence[str], variables: Mapping[str, str], told: Mapping[str, Any]) -> Any:
+    """What the process said at its end: the reward or the answer in the last line of JSON that it printed, else None.
+
+    RUBATO_TASK_FILE names a file with `told`. Raises AgentEnded where it can't be started, or ends with another code than 0. Whatever
+    ends this, the process and its group are killed.
+    """
+    with tempfile.TemporaryDirectory(prefix="rubato-agent-") as place:
+        file = Path(place, "task.json")
+        file.write_text(json.dumps(told))
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *words,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                env={**os.environ, **variables, TASK_FILE: str(file)},
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise AgentEnded(f"can't be started: {error.strerror}: {words[0]}") from error
+        out, err = _Tail(), _Tail()
+        async with asyncio.TaskGroup() as tasks:
+            reading = [tasks.create_task(tail.read(stream)) for tail, stream in ((out, process.stdout), (err, process.stderr))]
+            try:
+                await process.wait()
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+            await asyncio.wait(reading, timeout=AFTER_S)
+            for each in reading:
+                each.cancel()
+    if process.returncode:
+        raise AgentEnded(f"ended with {process.returncode}: {err.last_line or out.last_line or 'it said nothing'}")
+    return _result_in(out.text)
+
+
+class _Tail:
+    """The last bytes of a stream."""
+
+    def __init__(self) -> None:
+        self._kept = bytearray()
+
+    async def read(self, stream: asyncio.StreamReader | None) -> None:
+        """To its end."""
+        while stream is not None and (piece := await stream.read(TAIL)):
+            self._kept += piece
+            del self._kept[:-TAIL]
+
+    @property
+    def text(self) -> str:
+        return self._kept.decode(errors="replace")
+
+    @property
+    def last_line(self) -> str:
+        return next((line.strip() for line in reversed(self.text.splitlines()) if line.strip()), "")[:500]
+
+
+def _result_in(text: str) -> Any:
+    """Of the last line that is a JSON object with `reward` or `answer`."""
+    for line in reversed(text.splitlines()):
+        if line.lstrip().startswith("{"):
+            with suppress(ValueError, RecursionError):
+                found = json.loads(line)
+                for key in ("reward", "answer"):
+                    if key in found:
+                        return found[key]
+    return None
+
+
+def main(target: str) -> None:
+    """Call the function at `target` with the task of RUBATO_TASK_FILE, and print what it returns as `run_command` reads it."""
+    from rubato.runtime.importer import load_configured
+
+    task = SimpleNamespace(**json.loads(Path(os.environ[TASK_FILE]).read_text()))
+    said = load_configured(target, key="env.agent")(task)
+    print(json.dumps({"answer" if isinstance(said, str) else "reward": said}), flush=True)  # noqa: T201 - for run_command
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
