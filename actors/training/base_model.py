@@ -12,13 +12,14 @@ import json
 import os
 import platform
 import random
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -31,6 +32,15 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}{% if message.role == 'assistant' %}<|assistant|>{{ message.content }}<|end|>"
     "{% else %}{{ message.content }}{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+
+
+class Text(NamedTuple):
+    """What a model's text is made of: one token for each of `words`, for each character, and for each special one."""
+
+    words: Sequence[str]
+    special: Sequence[str] = ()
+    template: str = CHAT_TEMPLATE
+
 
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -82,14 +92,14 @@ def make(folder: Path, seed: int, progress: Progress, *, steps: int = WARM_UP_ST
     return build(folder, seed, warm_up)
 
 
-def build(folder: Path, seed: int, warm_up: Callable[[Any, Any], None]) -> int:
+def build(folder: Path, seed: int, warm_up: Callable[[Any, Any], None], text: Text | None = None) -> int:
     """Write a model folder in HF format of a model drawn from `seed` that went through `warm_up(model, tokenizer)`; returns its size."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
     torch.set_num_threads(1)  # on matrices this small a second thread only waits, and on a busy machine for long
-    tokenizer = make_tokenizer()
+    tokenizer = make_tokenizer(text)
     ids = {token: tokenizer.token_to_id(token) for token in (ASSISTANT, END)}
     config = Qwen3Config(**CONFIG, vocab_size=tokenizer.get_vocab_size(), eos_token_id=ids[END], pad_token_id=ids[END])
     model = Qwen3ForCausalLM(config)
@@ -101,32 +111,34 @@ def build(folder: Path, seed: int, warm_up: Callable[[Any, Any], None]) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(folder)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids[END], "pad_token_id": ids[END]}))
-    write_tokenizer(folder)
+    write_tokenizer(folder, text)
     return sum(p.numel() for p in model.parameters())
 
 
-def write_tokenizer(folder: Path) -> None:
+def write_tokenizer(folder: Path, text: Text | None = None) -> None:
     """The tokenizer alone: all that a job needs whose engines and trainer are scripted. Written last, it marks the folder as whole."""
     folder.mkdir(parents=True, exist_ok=True)
-    make_tokenizer().save(str(folder / "tokenizer.json"))
+    make_tokenizer(text).save(str(folder / "tokenizer.json"))
     special = {"eos_token": END, "pad_token": END, "unk_token": UNKNOWN}
-    described = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": CHAT_TEMPLATE, **special}
+    described = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": text.template if text else CHAT_TEMPLATE, **special}
     (folder / "tokenizer_config.json").write_text(json.dumps(described, indent=2))
 
 
-def make_tokenizer() -> Any:
-    """A row of the board is one token (with the line end before it, so that the first row differs), an answer is one, any other
-    character is one: seven tokens a turn, where characters would take 23."""
+def make_tokenizer(text: Text | None = None) -> Any:
+    """Of `text`, or the quickstart's: there a row of the board is one token (with the line end before it, so that the first row differs),
+    an answer is one, any other character is one: seven tokens a turn, where characters would take 23."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
     printable = [chr(c) for c in range(32, 127)] + ["\n"]
     rows = [line + "".join(cells) for line in ("", "\n") for cells in itertools.product(CELLS, repeat=4)]
-    words = [UNKNOWN, ASSISTANT, END, *ACTIONS, *rows, *printable]
+    special = (UNKNOWN, ASSISTANT, END, *(text.special if text else ()))
+    words = [*special, *(text.words if text else (*ACTIONS, *rows)), *printable]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=UNKNOWN))
-    split = Regex(rf"\n?[{CELLS}]{{4}}|{'|'.join(ACTIONS)}|.|\n")
+    longer = "|".join(map(re.escape, text.words)) if text else rf"\n?[{CELLS}]{{4}}|{'|'.join(ACTIONS)}"
+    split = Regex(rf"{longer}|.|\n")
     tokenizer.pre_tokenizer = pre_tokenizers.Split(split, behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in (UNKNOWN, ASSISTANT, END)])
+    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in special])
     return tokenizer
 
 

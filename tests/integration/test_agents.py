@@ -10,12 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from rubato.actors.training import tool_model
 from rubato.runtime.config.yaml_core import read_yaml
 from rubato.runtime.errors import ExitCode
 from tests.chaos.test_kills import actors_of, until
 from tests.jobs import SMALL, clean_environment, left_behind, rubato, write_model
 
 pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
 
 AGENTS = '''
 import asyncio, json, os, subprocess, sys, time
@@ -205,3 +208,20 @@ def test_agents_end_with_a_manager_that_is_killed(job):
 def children_of(pid: int) -> list[int]:
     """Processes that it started."""
     return [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
+
+
+def test_the_recipe_s_agent_of_pydantic_ai_opens_drawers_by_calls_of_its_model(tmp_path, monkeypatch):
+    pytest.importorskip("pydantic_ai")
+    monkeypatch.setattr(tool_model, "WARM_UP_STEPS", 150)
+    tool_model.make(tmp_path / "model", 1, lambda what, share: None)
+
+    ended = rubato(
+        "launch", ROOT / "configs" / "agent.yaml", "--run-dir", "run", "prepare=[]", f"model.path={tmp_path / 'model'}", "run.steps=2",
+        "train.batch_groups=4", "eval.every=0", "eval.final_num_tasks=0", cwd=tmp_path,
+    )  # fmt: skip
+
+    assert ended.code == ExitCode.DONE, ended.out + ended.err
+    used = [line for line in samples(tmp_path) if line["fate"] in ("trained", "zero_spread")]
+    assert len(used) == 2 * 4 * 8
+    assert max(line["turns"] for line in used) > 1
+    assert {line["reward"] for line in used} == {0.0, 1.0}

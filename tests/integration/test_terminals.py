@@ -54,7 +54,7 @@ def is_up(place: Path) -> bool:
 
 def closed_terminal(place: Path) -> tuple[subprocess.Popen[bytes], Callable[[], None]]:
     ours, theirs = pty.openpty()
-    job = launched(place, theirs)
+    job = launched(place, theirs, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL))  # these tests may run under nohup
     os.close(theirs)
 
     def end() -> None:
