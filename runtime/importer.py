@@ -102,7 +102,7 @@ def split_target(target: str) -> tuple[str, str]:
     place, _, name = target.rpartition(":")
     if not place or not name:
         raise LoadError(f"{target!r} is not of the form package.module:Name or path/to/file.py:Name")
-    return place, name
+    return example(place), name
 
 
 def _load_file(path: Path, target: str) -> ModuleType:
@@ -272,7 +272,7 @@ def absolute(config: Any) -> Any:
     found = FILE_TARGET.fullmatch(config) if isinstance(config, str) else None
     if found is None:
         return config
-    path = Path(found[1]).expanduser().resolve()
+    path = Path(example(found[1])).expanduser().resolve()
     return f"{path}{config[len(found[1]) :]}" if path.is_file() else config
 
 

@@ -14,8 +14,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-TARGET = re.compile(r"[^\s:]+:[A-Za-z_]\w*")
-"""A function, as module:name or path/to/file.py:name; all else is a command."""
+from rubato.runtime.importer import FILE_TARGET, load_configured
+from rubato.runtime.launch.children import until_gone
+
+MODULE_TARGET = re.compile(r"[\w.]+:[A-Za-z_][\w.]*")
+"""A function of a module, as module:name."""
 
 TASK_FILE = "RUBATO_TASK_FILE"
 
@@ -31,8 +34,8 @@ class AgentEnded(Exception):
 
 
 def words_of(agent: str, *, plain: bool = False) -> list[str]:
-    """The words of a command; of a function none, unless it is a `plain` one, which runs in a process."""
-    if TARGET.fullmatch(agent):
+    """The words of a command; of a function none, unless it is a `plain` one, which runs in a process. Raises ValueError for an open quote."""
+    if FILE_TARGET.fullmatch(agent) or MODULE_TARGET.fullmatch(agent):
         return [sys.executable, "-m", "rubato.actors.gateway.command", agent] if plain else []
     return shlex.split(agent)
 
@@ -61,12 +64,13 @@ async def run_command(words: Sequence[str], variables: Mapping[str, str], told: 
         async with asyncio.TaskGroup() as tasks:
             reading = [tasks.create_task(tail.read(stream)) for tail, stream in ((out, process.stdout), (err, process.stderr))]
             try:
-                await process.wait()
+                await until_gone(process.pid)
             finally:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
-            await asyncio.wait(reading, timeout=AFTER_S)
-            for each in reading:
+            ended = tasks.create_task(process.wait())  # which waits for its outputs too
+            await asyncio.wait((ended, *reading), timeout=AFTER_S)
+            for each in (ended, *reading):
                 each.cancel()
     if process.returncode:
         raise AgentEnded(f"ended with {process.returncode}: {err.last_line or out.last_line or 'it said nothing'}")
@@ -108,8 +112,6 @@ def _result_in(text: str) -> Any:
 
 def main(target: str) -> None:
     """Call the function at `target` with the task of RUBATO_TASK_FILE, and print what it returns as `run_command` reads it."""
-    from rubato.runtime.importer import load_configured
-
     task = SimpleNamespace(**json.loads(Path(os.environ[TASK_FILE]).read_text()))
     said = load_configured(target, key="env.agent")(task)
     print(json.dumps({"answer" if isinstance(said, str) else "reward": said}), flush=True)  # noqa: T201 - for run_command

@@ -7,7 +7,7 @@ import pytest
 from rubato.runtime.config import shipped
 from rubato.runtime.config.overrides import read
 from rubato.runtime.errors import ConfigError, LaunchError
-from rubato.runtime.importer import example
+from rubato.runtime.importer import absolute, example, load_object
 
 
 def test_a_config_of_ours_is_found_by_its_name_from_an_empty_folder(tmp_path, monkeypatch):
@@ -54,6 +54,8 @@ def test_a_file_of_the_examples_is_found_from_an_empty_folder_and_ones_own_comes
 
     assert example("examples/reverse.jsonl") == str(shipped.EXAMPLES / "reverse.jsonl")
     assert example("examples/none.jsonl") == "examples/none.jsonl"
+    assert absolute({"class": "examples/my_env.py:MyEnv"}) == {"class": f"{shipped.EXAMPLES / 'my_env.py'}:MyEnv"}
+    assert load_object("examples/my_env.py:MyEnv").ARROWS["<"] == "left"
     (tmp_path / "examples").mkdir()
     (tmp_path / "examples" / "reverse.jsonl").write_text("")
     assert example("examples/reverse.jsonl") == "examples/reverse.jsonl"
