@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rubato.runtime.config import Config as Job
 
 AGENTS, AGENTS_CHECK = "rubato.actors.gateway.agents:Agents", "rubato.actors.gateway.agents:check_host"
-OWN_TASKS = "rubato.actors.gateway.agents:OwnTasks"
+OWN_TASKS = "rubato.actors.gateway.own_tasks:OwnTasks"
 """Of `env.agent` and `tasks.NAME.agent`; the environment of one that names none."""
 
 

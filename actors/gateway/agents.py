@@ -15,7 +15,7 @@ from typing import Any
 
 from rubato.actors import plugins
 from rubato.actors.envs.coroutines import Coroutines
-from rubato.actors.envs.environment import Observation, Step
+from rubato.actors.envs.environment import Observation
 from rubato.actors.envs.hosting import HostedEnv, Hung, Raised
 from rubato.actors.envs.recorder import GaveUp, Recorder
 from rubato.actors.envs.rollout import EnvDriver, Rollout, RolloutContext, RolloutHook
@@ -64,23 +64,6 @@ class AgentTask:
             "RUBATO_SESSION": self.url.rpartition("/")[2],
             "RUBATO_SESSION_URL": self.url,
         }
-
-
-class OwnTasks:
-    """The environment of an agent that brings its own: `row` and `seed` say which task it is to do."""
-
-    held_out: Mapping[str, Any] = {}
-    inline = True
-
-    def reset(self, *, seed: int) -> tuple[Observation, Mapping[str, Any]]:
-        """Nothing to show."""
-        return "", {}
-
-    def step(self, action: str) -> Step:
-        """No reward but what the agent and reward functions say."""
-        return "", 0.0, True, False, {}
-
-    def close(self) -> None: ...
 
 
 def check_host(config: Any) -> None:
@@ -216,11 +199,10 @@ class AgentDriver(EnvDriver):
 
 def _complete(session: Session, said: Any) -> None:
     """End it by the agent's own reward, or its answer. Raises AgentEnded for what is neither, and SessionOver."""
-    if isinstance(said, str):
-        session.answer, said = said, None
-    if said is not None and not isinstance(said, (int, float)):
+    if not isinstance(said, str | int | float | None):
         raise AgentEnded(f"returned {type(said).__name__}: an agent returns its reward, its answer as a text, or None")
+    reward, answer = (None, said) if isinstance(said, str | None) else (float(said), None)
     try:
-        session.complete(None if said is None else float(said))
+        session.complete(reward, answer)
     except Refused as refused:
         raise AgentEnded(f"said a {refused}") from refused

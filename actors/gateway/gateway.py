@@ -12,22 +12,25 @@ import os
 import secrets
 import socket
 from collections import deque
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
 from pydantic import Field, field_validator
 
+from rubato.actors import plugins
+from rubato.actors.envs.environment import Observation
+from rubato.actors.envs.hosting import TOOLS, EnvHost, HostedEnv
 from rubato.actors.envs.manager import EnvManager
-from rubato.actors.envs.recorder import GaveUp, Recorder, RecorderContext
-from rubato.actors.envs.rollout import Rollout
-from rubato.actors.envs.section import Task
+from rubato.actors.envs.recorder import GaveUp, Recorder
+from rubato.actors.envs.rollout import EnvDriver, RolloutContext, RolloutHook
+from rubato.actors.envs.section import EnvSection
 from rubato.actors.gateway.renderers import Renderers
 from rubato.actors.gateway.server import SessionServer, answering, body_of, decoded, until_gone
 from rubato.actors.gateway.session import Refused, Session
-from rubato.actors.messages.samples import Ticket
 from rubato.bus.address import BadAddress, bind_listener, host_port, spelt
 from rubato.runtime.config import Config as Job
 from rubato.runtime.config import Section
@@ -80,22 +83,21 @@ class Address(msgspec.Struct):
         return urlsplit(self.url).port or 0
 
 
+class Opened(NamedTuple):
+    """What an opening has waited for."""
+
+    session: Session
+    prompt: Observation
+    """Of the environment's reset."""
+    tools: Sequence[Mapping[str, Any]]
+    """Those that the environment declares."""
+
+
 class Opening(msgspec.Struct):
     """Body of POST /sessions."""
 
     task: str | None = None
     metadata: Any = None
-
-
-class _Sessions(NamedTuple):
-    """Stands in for a RolloutContext: rollouts of one task are sessions."""
-
-    gateway: "Gateway"
-    task: Task
-    context: RecorderContext
-
-    def rollout_of(self, ticket: Ticket) -> Rollout:
-        return self.gateway.session_of(self.task, self.context, ticket)
 
 
 class Gateway(EnvManager):
@@ -116,14 +118,18 @@ class Gateway(EnvManager):
 
     @classmethod
     def check_host(cls, config: Any) -> None:
+        super().check_host(config)
         if importlib.util.find_spec("starlette") is None:
             raise ConfigError("rubato.actors.gateway.gateway needs the package starlette: pip install -e '.[serve]'")
 
     def __init__(self, config: Any, kernel: Kernel) -> None:
         super().__init__(config, kernel)
+        self.hooks.append(Outside(self, self._playing))
         self._section: GatewaySection = config.gateway
         self._server = SessionServer(self.run.folder.name, secrets.token_urlsafe(32))
-        self._openings: deque[asyncio.Future[Session]] = deque()
+        self._openings: deque[asyncio.Future[Opened]] = deque()
+        self._unmatched: set[OutsideDriver] = set()
+        """Drivers whose environments are not ready for an agent yet."""
         self._renderers = Renderers(self.run.folder / self.config.model.path, self.offload)
         self._served: asyncio.Task[None] | None = None
         self._url = ""
@@ -182,28 +188,13 @@ class Gateway(EnvManager):
 
     # -- tickets ------------------------------------------------------------------------------------------------------
 
-    def _hosts_of(self) -> dict[str, Any]:
-        """None: agents bring their environments."""
-        return {}
-
-    async def _prepare(self) -> str:
+    def _hosts_of(self) -> dict[str, EnvHost]:
+        """An environment is there where the config names one."""
+        default = EnvSection.model_fields["target"].default
         for name, task in self._tasks.items():
-            try:
-                renderer = await self._renderers.get(task.rollout)
-            except ValueError as error:
-                return str(error)
-            context = RecorderContext(
-                rollout=task.rollout,
-                eval=self.config.eval,
-                renderer=renderer,
-                proxy=self.ref("llm_proxy"),
-                policy=lambda: self._policy,
-                waits=self.waits,
-                reward=self.ref("reward_service") if task.reward.targets else None,
-                score_names=task.reward.names,
-            )
-            self._rollouts[name] = cast("Any", _Sessions(self, task, context))
-        return ""
+            if task.env.target == default:
+                self._tasks[name] = task._replace(env=task.env.model_copy(update={"target": plugins.OWN_TASKS, "kwargs": {}}))
+        return super()._hosts_of()
 
     async def _admit(self) -> None:
         try:
@@ -216,30 +207,36 @@ class Gateway(EnvManager):
                     opening.set_exception(run_over())
 
     def _room(self) -> int:
-        return min(len(self._openings), self.config.env.concurrency - len(self._running))
+        return min(len(self._openings) - len(self._unmatched), self.config.env.concurrency - len(self._running))
 
-    def session_of(self, task: Task, context: RecorderContext, ticket: Ticket) -> Rollout:
-        """A rollout by `ticket`, for the agent that waits longest; without one it ends at once, and another attempt begins."""
-        session = Session(
-            partial(self._renderers.get, task.rollout), offload=self.offload, idle_s=self._section.idle_s, max_len=task.rollout.max_len
-        )
+    def begins(self, driver: "OutsideDriver") -> None:
+        """Its ticket is there, and its environment comes next."""
+        self._unmatched.add(driver)
+
+    def session_of(self, driver: "OutsideDriver", context: RolloutContext, recorder: Recorder, observation: Observation) -> Session:
+        """A session for the agent that waits longest. Raises GaveUp where none waits any more: another attempt begins then."""
+        self._unmatched.discard(driver)
         while self._openings:
             opening = self._openings.popleft()
             if not opening.done():
-                opening.set_result(session)
                 break
         else:
-            session.fail(GaveUp("agent_left", "it went away before its session began", retry=True))
-        recorder = Recorder(context, ticket)
+            raise GaveUp("agent_left", "it went away before its session began", retry=True)
+        renderer = partial(self._renderers.get, context.rollout)
+        session = Session(renderer, offload=self.offload, idle_s=self._section.idle_s, max_len=context.rollout.max_len)
         session.begin(recorder)
         self._server.add(session)
-        return Rollout(recorder, session)
+        opening.set_result(Opened(session, observation, context.host.declared.get(TOOLS, ())))
+        return session
 
     async def _run(self, running: Any) -> None:
+        driver: OutsideDriver = running.rollout.driver
         try:
             await super()._run(running)
         finally:
-            self._server.remove(running.rollout.driver)
+            self._unmatched.discard(driver)
+            if driver.session is not None:
+                self._server.remove(driver.session)
 
     # -- HTTP ---------------------------------------------------------------------------------------------------------
 
@@ -250,16 +247,20 @@ class Gateway(EnvManager):
             raise Refused(
                 404, "no_such_task", f"the run has no task {opening.task[:80]!r}; it has {', '.join(self._tasks) or 'one without a name'}"
             )
+        if opening.task is not None and len(self._tasks) > 1:
+            raise Refused(
+                400, "invalid_request_error", "task: a session's task is drawn by the weights of the config's tasks: leave it out"
+            )
         if not self._takes_more:
             raise run_over()
         if len(self._openings) >= self._section.max_waiting:
             raise Refused(429, "too_many_waiting", f"gateway.max_waiting={self._section.max_waiting} openings wait already")
-        waiting: asyncio.Future[Session] = asyncio.get_running_loop().create_future()
+        waiting: asyncio.Future[Opened] = asyncio.get_running_loop().create_future()
         self._openings.append(waiting)
         self._changed.set()
         try:
             async with asyncio.timeout(self._section.wait_s), until_gone(request):
-                session = await waiting
+                session, prompt, tools = await waiting
         except TimeoutError:
             raise Refused(503, "no_room", f"no place in a batch came free within gateway.wait_s={self._section.wait_s:g}") from None
         finally:
@@ -272,6 +273,8 @@ class Gateway(EnvManager):
             "session_id": session.id,
             "api_key": session.key,
             "base_url": f"{self._url}/sessions/{session.id}/v1",
+            "prompt": prompt,
+            "tools": [*tools],
             "task": ticket.task,
             "row": ticket.row,
             "seed": ticket.seed,
@@ -279,3 +282,29 @@ class Gateway(EnvManager):
             "version": ticket.version,
             "expires_s": self._section.idle_s,
         }
+
+
+class Outside(RolloutHook):
+    """Rollouts of the gateway are played by agents from outside."""
+
+    manager: Gateway
+
+    def driver(self, context: RolloutContext) -> "OutsideDriver":
+        return OutsideDriver(context, self.manager)
+
+
+class OutsideDriver(EnvDriver):
+    """An environment's episode whose turns an agent from outside takes; its `step` scores the last one, where the agent says no reward."""
+
+    session: Session | None = None
+
+    def __init__(self, context: RolloutContext, gateway: Gateway) -> None:
+        super().__init__(context)
+        self._gateway = gateway
+        gateway.begins(self)
+
+    async def _play_turns(self, recorder: Recorder, env: HostedEnv, observation: Observation) -> None:
+        session = self.session = self._gateway.session_of(self, self._context, recorder, observation)
+        await session.drive(recorder)
+        if not session.rewarded:
+            await self._step(recorder, env, session.answer)

@@ -1,9 +1,11 @@
 """The HTTP room of sessions: requests of agents, each for the session that its path or its key names.
 
-POST /sessions/{id}/complete     {"reward"?, "error"?} → {"session_id", "segments"}
-GET  /sessions/{id}              its transcripts: token ids, masks, versions
-POST /v1/chat/completions        with the session's key, or below /sessions/{id}/v1
-GET  /v1/models
+    POST /sessions/{id}/complete     {"reward"?, "answer"?, "error"?} → {"session_id", "segments"}
+    GET  /sessions/{id}              its transcripts: token ids, masks, versions
+    POST /v1/chat/completions        with the session's key, or below /sessions/{id}
+    GET  /v1/models
+
+Other dialects than chat completions have paths of their own, see dialects.py.
 """
 
 import asyncio
@@ -47,6 +49,8 @@ class Ending(msgspec.Struct):
     """Body of POST /sessions/{id}/complete."""
 
     reward: float | None = None
+    answer: str | None = None
+    """What the environment scores, in place of the last turn's text, where there is no reward."""
     error: str | None = None
 
 
@@ -103,7 +107,7 @@ class SessionServer:
         if ending.error is not None:
             session.fail(GaveUp("agent_failed", ending.error[:2000]))
         else:
-            session.complete(ending.reward)
+            session.complete(ending.reward, ending.answer)
         await session.settled()
         return {"session_id": session.id, "segments": len(session.recorder.transcripts)}
 

@@ -298,14 +298,15 @@ class Session:
         status = 400 if end.reason == "generation_failed" and not end.retry else 503
         return Refused(status, "generation_failed", f"{end.reason}: {end.detail}")
 
-    def complete(self, reward: float | None = None) -> None:
-        """The agent is through, and its reward, if it has one, beside what others add. Raises SessionOver and Refused."""
+    def complete(self, reward: float | None = None, answer: str | None = None) -> None:
+        """The agent is through, and its reward, if it has one, beside what others add, or its answer. Raises SessionOver and Refused."""
         self._check_open()
         if self._ended.done():
             raise SessionOver("cancelled")
         if reward is not None and (flaw := flaw_of_reward(reward)):
             raise Refused(400, "invalid_reward", f"reward {reward} is {flaw.replace('_', ' ')}")
         self.rewarded = reward is not None
+        self.answer = self.answer if answer is None else answer
         self.recorder.reward = reward or 0.0
         self._end("complete")
         self._ended.set_result(None)

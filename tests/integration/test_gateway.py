@@ -25,6 +25,8 @@ from tests.jobs import SMALL, clean_environment, left_behind, write_model
 pytestmark = pytest.mark.slow
 
 MANAGER = 'env_manager: {class: "rubato.actors.envs.manager:EnvManager"}'
+EXAMPLE = Path(__file__).parents[2] / "examples" / "outside_agent.py"
+
 GATEWAY = 'gateway: {class: "rubato.actors.gateway.gateway:Gateway"}'
 
 
@@ -234,6 +236,40 @@ async def test_a_session_that_its_agent_left_is_over_and_another_takes_its_place
 
     assert (told.status_code, told.json()["error"]) == (410, told.json()["error"] | {"type": "session_over", "code": "expired"})
     assert again["session_id"] != left["session_id"]
+
+
+async def test_a_data_set_gives_sessions_their_prompt_and_its_grader_scores_their_answers(tmp_path, model):
+    rows = [{"prompt": f"add {number}", "answer": str(number)} for number in range(4)]
+    (tmp_path / "sums.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    data = f"tasks.sums.data={{path: {tmp_path / 'sums.jsonl'}}}"
+
+    async with served(tmp_path / "run", model, data, "run.steps=1") as (job, client):
+
+        async def agent(at):
+            told = (await client.post("/sessions", json={})).json()
+            body = {"messages": [{"role": "user", "content": told["prompt"]}]}
+            headers = {"Authorization": f"Bearer {told['api_key']}"}
+            (await client.post("/v1/chat/completions", json=body, headers=headers)).raise_for_status()
+            answer = told["prompt"].removeprefix("add ") if at % 2 else "none"
+            (await client.post(f"/sessions/{told['session_id']}/complete", json={"answer": answer}, headers=headers)).raise_for_status()
+
+        async with asyncio.TaskGroup() as tasks:
+            for at in range(4):
+                tasks.create_task(agent(at))
+            assert [row["step"] async for row in job.rows()] == [1]
+
+    ledger = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    assert Counter(line["reward"] for line in ledger if line["step"] == 1) == {0.0: 2, 1.0: 2}
+
+
+async def test_the_program_of_the_examples_trains_a_job_to_its_end(tmp_path, model):
+    async with served(tmp_path / "run", model, "run.steps=3") as (job, _):
+        program = await asyncio.create_subprocess_exec(sys.executable, EXAMPLE, tmp_path / "run", env=clean_environment())
+        rows = [row async for row in job.rows()]
+        assert await program.wait() == 0
+
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert len(EXAMPLE.read_text().splitlines()) <= 40
 
 
 @pytest.fixture
