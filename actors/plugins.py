@@ -28,9 +28,11 @@ def rollout_hooks(config: Any) -> Iterator[str]:
         yield AGENTS
 
 
-def rollout_host_checks(config: Any) -> list[str]:
-    """Paths of checks of what they need of the host."""
-    return [AGENTS_CHECK] if _has_agents(config) else []
+def check_rollout_host(config: Any) -> None:
+    """Raises ConfigError where what they need is not on this host."""
+    check_sandbox(config.env, "env")
+    if _has_agents(config):
+        load(AGENTS_CHECK)(config)
 
 
 def _has_agents(config: Any) -> bool:
@@ -43,6 +45,9 @@ ROLLOUT_MESSAGES: Mapping[str, tuple[str, str]] = {"Survey": ("orchestrator", "r
 ENV_WORKERS, GUARD = "rubato.actors.envs.pooled:EnvWorkers", "rubato.runtime.pool.guard:guard_children"
 """Paths for environments in processes of their own, and for a user's in the manager's."""
 
+SANDBOX_WALL, SANDBOX_CHECK = "rubato.actors.sandbox:wall_of", "rubato.actors.sandbox:check"
+"""Paths for `reward.sandbox` and `env.sandbox`."""
+
 ENV_COROUTINES = "rubato.actors.envs.coroutines:Coroutines"
 """Of a user's environments that share the manager's process."""
 
@@ -52,8 +57,8 @@ NAMED_RENDERER = "rubato.actors.envs.named_renderer:NamedRenderer"
 REASONING, REASONING_HELD_OUT = "rubato.actors.envs.reasoning:ReasoningGymEnv", "rubato.actors.envs.reasoning:HELD_OUT"
 """Paths for `tasks.NAME.reasoning_gym`."""
 
-DATA_ROWS = "rubato.actors.data.datasets:data_rows"
-"""Path for `tasks.NAME.data`."""
+DATA_ROWS, PLACE_OF_ROWS = "rubato.actors.data.datasets:data_rows", "rubato.actors.data.datasets:place_of"
+"""Paths for `tasks.NAME.data`."""
 
 HUB_ROWS = "rubato.actors.hub.data_sets:folder_of"
 """Path for data sets that are called by their name at a hub."""
@@ -72,6 +77,18 @@ TRAINER_HOST, TRAINER_FOLDER, TRAINER_PRELOAD = (
 )
 MODEL_CHECK = "rubato.actors.checkpoints.model_check:check_model_folder"
 """Checks, by the launcher alone, of what a trainer needs of its host, model folder and process, and of a model folder."""
+
+
+def sandbox_wall(section: Any) -> Any:
+    """What workers of `reward` or `env` are started behind; None: nothing."""
+    return None if section.sandbox == "none" else load(SANDBOX_WALL)(section)
+
+
+def check_sandbox(section: Any, key: str) -> None:
+    """Raises ConfigError where this host has not the sandbox that the section `key` asks for."""
+    if section.sandbox != "none":
+        load(SANDBOX_CHECK)(section, key)
+
 
 REWARD_URL = "rubato.actors.rewards.invoke:HttpBackend"
 """Path for `reward.url`, and for reward functions that are URLs."""

@@ -151,6 +151,15 @@ def check_memory() -> Finding:
     return Finding("ok", "memfd works")
 
 
+def check_sandbox() -> Finding:
+    """One is started, for `sandbox: bwrap`."""
+    from rubato.runtime.bubblewrap import Sandbox, flaw_of
+
+    if flaw := flaw_of(Sandbox()):
+        return Finding("warn", f"sandbox: bwrap can't be had: {flaw}")
+    return Finding("ok", "sandbox: bwrap works")
+
+
 CHECKS: dict[str, Callable[[], Finding]] = {
     "system": check_system,
     "python": check_python,
@@ -161,6 +170,7 @@ CHECKS: dict[str, Callable[[], Finding]] = {
     "torch": check_torch,
     "temporary folder": check_temporary_folder,
     "shared memory": check_memory,
+    "sandbox": check_sandbox,
 }
 
 

@@ -97,7 +97,8 @@ TABLE = ("| key | value | default | what it does |", "|---|---|---|---|")
 
 
 def _keys(section: type[BaseModel], above: tuple[str, ...]) -> Iterator[str]:
-    for name, field in section.model_fields.items():
+    # What it shares with other sections comes last.
+    for name, field in sorted(section.model_fields.items(), key=lambda item: item[0] not in section.__annotations__):
         keys = (*above, field.alias or name)
         inner = models(field.annotation)
         if not inner:

@@ -416,7 +416,29 @@ RewardTarget = Annotated[str, AfterValidator(lambda given: _url(given) if is_url
 """An import path, or a URL."""
 
 
-class RewardSection(Section):
+class SandboxedSection(Section):
+    """Keys of a section whose user code may run in a sandbox."""
+
+    sandbox: Literal["none", "bwrap"] = "none"
+    """bwrap: user code runs in a sandbox of Debian's bubblewrap, or the launch is refused: see docs/security.md."""
+    sandbox_network: bool = False
+    """The sandbox has the host's network, in place of none."""
+    sandbox_read: tuple[Annotated[str, AfterValidator(lambda given: os.path.abspath(os.path.expanduser(given)))], ...] = ()
+    """Files and folders that the sandbox shows, read-only, beside the system, Python and the code that the run keeps."""
+    sandbox_env: tuple[str, ...] = ()
+    """Environment variables that are passed on into it, such as OPENAI_API_KEY."""
+    sandbox_tmp_mb: int = Field(default=512, ge=1)
+    """Size of its own /tmp, in memory, of its /dev/shm, and of each file, in MiB."""
+
+    @model_validator(mode="after")
+    def _has_a_sandbox(self) -> Self:
+        fields = SandboxedSection.model_fields
+        if self.sandbox == "none" and (idle := [name for name in fields if getattr(self, name) != fields[name].default]):
+            raise ValueError(f"{idle[0]} has no effect without a sandbox. Set sandbox=bwrap, or leave it out")
+        return self
+
+
+class RewardSection(SandboxedSection):
     """Reward functions, added to what environments give."""
 
     functions: tuple[RewardTarget, ...] = ()

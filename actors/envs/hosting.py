@@ -146,7 +146,8 @@ class EnvHost:
         isolation = self._section.isolation
         here = isolation == "inline" or self._is_built_in
         traits = _traits_of(self._load()) if here else await self.pool.inspected(self._section)
-        if isolation == "inline" or (isolation == "auto" and (traits.inline or traits.asynchronous)):
+        shared = traits.inline or traits.asynchronous
+        if isolation == "inline" or (isolation == "auto" and shared and (here or self._section.sandbox == "none")):
             self._class = self._load()
         self._takes, self.declared = traits.takes, traits.declared
         self.has_split = bool(self._held_out) or HELD_OUT in traits.declared

@@ -105,8 +105,7 @@ class EnvManager(plugins.Hooked[RolloutHook], Actor):
     @classmethod
     def check_host(cls, config: Config) -> None:
         """The environments' modules, whose content shows when a manager tries them, and data sets."""
-        for path in plugins.rollout_host_checks(config):
-            plugins.load(path)(config)
+        plugins.check_rollout_host(config)
         if config.tasks:
             plugins.load(plugins.TASK_CHECKS)(config.tasks)
         else:

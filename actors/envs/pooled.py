@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
+from rubato.actors import plugins
 from rubato.actors.envs.hosting import CLOSE_S, DECLARED, EnvFailure, EnvOutcome, HostedEnv, unusable
 from rubato.actors.envs.section import EnvSection
 from rubato.runtime.pool.errors import (
@@ -27,7 +28,7 @@ class EnvWorkers(WorkerPool):
     def __init__(self, section: EnvSection, on_output: Callable[[str], None] | None, on_size: Callable[[int], None] | None) -> None:
         limits = WorkerLimits(section.memory_mb, max_processes=section.max_processes)
         first, most = section.sizes(usable_cores())
-        super().__init__(workers=first, most=most, limits=limits, on_output=on_output, on_size=on_size)
+        super().__init__(workers=first, most=most, limits=limits, on_output=on_output, on_size=on_size, wall=plugins.sandbox_wall(section))
 
     async def inspected(self, section: EnvSection) -> Traits:
         """Traits of the class, found in a worker: importing a user's module may hang or crash too. Raises EnvFailure."""

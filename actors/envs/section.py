@@ -2,14 +2,13 @@
 sense."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import Field, PlainValidator, model_validator
 
 from rubato.actors import plugins
-from rubato.actors.config import RewardSection, RolloutSection
+from rubato.actors.config import RewardSection, RolloutSection, SandboxedSection
 from rubato.actors.data.tasks import TaskSection, rewards_of
-from rubato.runtime.config import Section
 
 QUICK = ("exact", "number", "places")
 """Graders that answer in microseconds and never hang."""
@@ -34,7 +33,7 @@ def _workers(value: Any) -> Any:
 Workers = Annotated[int | Literal["auto"], PlainValidator(_workers)]
 
 
-class EnvSection(Section):
+class EnvSection(SandboxedSection):
     """The environment: which class, with which arguments, and where its code runs."""
 
     target: str = Field(default="rubato.actors.envs.frozen_lake:FrozenLakeText", alias="class")
@@ -72,6 +71,14 @@ class EnvSection(Section):
         """An agent without an environment brings its tasks."""
         return {"class": plugins.OWN_TASKS, **given} if isinstance(given, dict) and given.get("agent") else given
 
+    @model_validator(mode="after")
+    def _runs_in_the_sandbox(self) -> Self:
+        if self.sandbox != "none" and self.isolation == "inline":
+            raise ValueError(
+                f"isolation=inline is in the manager's own process, and sandbox={self.sandbox} in workers. Leave isolation out"
+            )
+        return self
+
     def sizes(self, cores: int) -> tuple[int, int]:
         """(first, most) workers of a manager that may use so many cores."""
         if self.workers != "auto":
@@ -94,13 +101,22 @@ def resolved(tasks: Mapping[str, TaskSection], env: EnvSection, rollout: Rollout
     """By name; a config without `tasks` has one, whose name is empty."""
     if not tasks:
         return {"": Task("env", env, rollout, reward)}
-    rewards = rewards_of(tasks, reward)
+    rewards, env = rewards_of(tasks, reward), _shown(env, tasks)
     found: dict[str, Task] = {}
     for name, task in tasks.items():
         limits = {key: value for key in LIMITS if (value := getattr(task, key)) is not None}
         own = reward.model_copy(update={"functions": rewards[name], "url": ""})
         found[name] = Task(f"tasks.{name}", _env_of(task, env), rollout.model_copy(update=limits), own)
     return found
+
+
+def _shown(env: EnvSection, tasks: Mapping[str, TaskSection]) -> EnvSection:
+    """Its sandbox shows the rows that a grader's environment reads; the tasks share their workers."""
+    if env.sandbox == "none":
+        return env
+    place = plugins.load(plugins.PLACE_OF_ROWS)
+    rows = (path for task in tasks.values() if task.data for path in (task.data.source, task.data.eval_source) if path)
+    return env.model_copy(update={"sandbox_read": (*env.sandbox_read, *(str(place(path)) for path in rows))})
 
 
 def _env_of(task: TaskSection, env: EnvSection) -> EnvSection:

@@ -70,6 +70,8 @@ def check_host(config: Any) -> None:
     """Packages, and that something is at each agent's path. Raises ConfigError."""
     if importlib.util.find_spec("starlette") is None:
         raise ConfigError(f"{KEY} needs the package starlette: pip install -e '.[serve]'")
+    if config.env.sandbox != "none":
+        raise ConfigError(f"env.sandbox={config.env.sandbox} holds environments, and agents would run outside it. Leave out it, or {KEY}")
     own = {f"tasks.{name}.agent": task.agent for name, task in config.tasks.items()}
     for key, agent in ({KEY: config.env.agent} | own).items():
         if agent and not words_of(agent):

@@ -8,6 +8,7 @@ from typing import Any
 
 from rubato.actors.config import RewardSection
 from rubato.actors.messages.samples import NotScored, Score
+from rubato.actors.plugins import sandbox_wall
 from rubato.actors.rewards.backend import CallLimit, RewardRefused, Told, checked, columns_of
 from rubato.planning.autoscale import PoolBounds, PoolMeter, WorkersWanted, autoscale
 from rubato.runtime.observe.figures import Metrics
@@ -343,7 +344,7 @@ def _arguments(requests: Sequence[Score], takes: Sequence[str]) -> bytes:
 
 def _pool(section: RewardSection, workers: int, on_output: OnOutput | None) -> WorkerPool:
     limits = WorkerLimits(section.memory_mb, max_processes=section.max_processes, writes=False)
-    return WorkerPool(workers=workers, limits=limits, on_output=on_output)
+    return WorkerPool(workers=workers, limits=limits, on_output=on_output, wall=sandbox_wall(section))
 
 
 def _fail(waiting: "asyncio.Future[WorkerPool]", error: PoolError) -> None:

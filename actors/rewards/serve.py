@@ -21,6 +21,7 @@ from pydantic import ValidationError
 from rubato.actors.config import RewardSection
 from rubato.actors.gateway.http_server import HttpServer
 from rubato.actors.messages.samples import NotScored, Score, Scores
+from rubato.actors.plugins import check_sandbox
 from rubato.actors.rewards.invoke import TOKEN
 from rubato.actors.rewards.scorer import Scorer
 from rubato.bus.address import bare, bind_listener, spelt
@@ -169,6 +170,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--min-workers", type=int, help="those that stay while no request comes (default: all)")
     parser.add_argument("--timeout", type=float, default=5.0, metavar="S", help="longest a call of the function may take")
     parser.add_argument("--memory-mb", type=int, default=8192, help="private writable memory of each process, in MiB")
+    parser.add_argument("--sandbox", choices=("none", "bwrap"), default="none", help="run the function in a sandbox (docs/security.md)")
+    parser.add_argument("--sandbox-read", action="append", default=[], metavar="PATH", help="what it shows beside the function's own file")
+    parser.add_argument("--sandbox-network", action="store_true", help="it has the host's network")
     given = parser.parse_args(list(argv))
     check_module(given.function, key="serve-rewards")
     place, _, name = given.function.rpartition(":")
@@ -181,10 +185,14 @@ def main(argv: Sequence[str]) -> int:
             min_workers=given.min_workers,
             timeout_s=given.timeout,
             memory_mb=given.memory_mb,
+            sandbox=given.sandbox,
+            sandbox_read=(*given.sandbox_read, *([place] if given.sandbox != "none" and place.endswith(".py") else [])),
+            sandbox_network=given.sandbox_network,
         )
     except ValidationError as error:
         first = error.errors()[0]
         raise LaunchError(f"serve-rewards: {'.'.join(map(str, first['loc']))} {first['msg']}.".replace("  ", " ")) from None
+    check_sandbox(section, "reward")
     return asyncio.run(_serve(section, given.host, given.port))
 
 

@@ -10,6 +10,7 @@ from typing import ClassVar
 from rubato.actors.config import RewardSection, is_url
 from rubato.actors.data.tasks import Tasks, rewards_of
 from rubato.actors.messages.samples import NotScored, Score, Scores
+from rubato.actors.plugins import check_sandbox
 from rubato.actors.rewards.scorer import Scorer
 from rubato.planning.failures import RECENT, is_hopeless
 from rubato.runtime.actor import Actor, handler
@@ -79,7 +80,8 @@ class RewardService(Actor):
         """The functions' modules; what is in them shows when a worker loads them."""
         own = {t: f"tasks.{name}.rewards" for name, task in config.tasks.items() for t in task.rewards or ()}
         named = own | dict.fromkeys(config.reward.functions, "reward.functions")
-        check_all(partial(check_module, target, key=key) for target, key in named.items() if not is_url(target))
+        modules = (partial(check_module, target, key=key) for target, key in named.items() if not is_url(target))
+        check_all([*modules, partial(check_sandbox, config.reward, "reward")])
 
     def __init__(self, config: Config, kernel: Kernel) -> None:
         super().__init__(config, kernel)

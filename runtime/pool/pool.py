@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from rubato.runtime.pool.errors import NoWorker, PoolError, WorkerKilled
-from rubato.runtime.pool.process import WorkerProcess
+from rubato.runtime.pool.process import Wall, WorkerProcess
 from rubato.runtime.pool.sandbox import WorkerLimits, shortcoming
 from rubato.runtime.pool.values import Traits, decode, encode_call
 
@@ -32,6 +32,7 @@ class WorkerPool:
 
     It may grow, from `workers` to `most`: by one whenever calls have waited for `GROW_S` and half of the memory that is left has room for
     another one as large as the largest. It does not shrink. `on_size` is told the new number.
+    Each worker is started behind `wall`, where there is one.
     """
 
     def __init__(
@@ -42,7 +43,9 @@ class WorkerPool:
         limits: WorkerLimits | None = None,
         on_output: Callable[[str], None] | None = None,
         on_size: Callable[[int], None] | None = None,
+        wall: Wall | None = None,
     ) -> None:
+        self._wall = wall
         self._most = max(workers, most)
         self._on_size = on_size
         self._looking: asyncio.TimerHandle | None = None
@@ -253,7 +256,7 @@ class WorkerPool:
             self._ended.add(old)
             self._homes = {key: home for key, home in self._homes.items() if home is not old}
         self._ended = {worker for worker in self._ended if not worker.over}
-        worker = WorkerProcess(self._limits, self._on_output)
+        worker = WorkerProcess(self._limits, self._on_output, self._wall)
         await worker.start()
         if self._closed:
             worker.kill("the pool was closed")

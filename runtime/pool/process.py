@@ -7,10 +7,10 @@ import signal
 import socket
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import NamedTuple, Protocol, cast
 
 import msgspec
 
@@ -48,6 +48,18 @@ OUTPUT_LINE_LIMIT = 2_000
 """Characters kept of a line of user output."""
 
 
+class Wall(Protocol):
+    """What a worker is started behind, such as a sandbox; in there the process that starts it has the pid 1."""
+
+    def around(self, argv: Sequence[str], env: Mapping[str, str]) -> tuple[Sequence[str], Mapping[str, str]]:
+        """What to start in place of `argv`, and its environment."""
+        ...
+
+    def exit_code(self, code: int) -> int:
+        """What the worker ended with, or minus its signal, where that ended with `code`."""
+        ...
+
+
 class _Call(NamedTuple):
     id: int
     reply: "asyncio.Future[bytes]"
@@ -61,7 +73,8 @@ class _Call(NamedTuple):
 class WorkerProcess:
     """Calls are sent as they come and run one after another; a call's deadline counts from when it starts to run."""
 
-    def __init__(self, limits: WorkerLimits, on_output: Callable[[str], None]) -> None:
+    def __init__(self, limits: WorkerLimits, on_output: Callable[[str], None], wall: Wall | None = None) -> None:
+        self._wall = wall
         self.instances: set[str] = set()
         self._limits = limits
         self._channel = FrameChannel(self, limits.max_reply_bytes + FRAME_OVERHEAD_BYTES)
@@ -115,17 +128,22 @@ class WorkerProcess:
             raise NoWorker(f"no process could be started for it: {error}") from error
 
     async def _spawn(self, fd: int) -> None:
-        settings = {"fd": fd, "root": _ROOT, "parent": os.getpid(), "uid": choose_uid(), "limits": self._limits}
+        parent = os.getpid() if self._wall is None else 1
+        settings = {"fd": fd, "root": _ROOT, "parent": parent, "uid": choose_uid(), "limits": self._limits}
+        argv: Sequence[str] = (sys.executable, "-u", "-X", "faulthandler", pool_worker.__file__, json.dumps(settings))
+        # One thread for numeric libraries: workers share the cores with engines and the trainer.
+        env: Mapping[str, str] = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONSAFEPATH": "1"}
+        if self._wall is not None:
+            argv, env = self._wall.around(argv, env)
         transport, _ = await asyncio.get_running_loop().subprocess_exec(
             lambda: self._output,
-            *(sys.executable, "-u", "-X", "faulthandler", pool_worker.__file__, json.dumps(settings)),
+            *argv,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             pass_fds=(fd,),
             start_new_session=True,
-            # One thread for numeric libraries: workers share the cores with engines and the trainer.
-            env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONSAFEPATH": "1"},
+            env=env,
         )
         self._transport = transport
 
@@ -285,7 +303,8 @@ class WorkerProcess:
         self._verdict = verdict
         if self._last_resort is not None:
             self._last_resort.cancel()
-        self._fail(verdict, ending(self._transport.get_returncode() or 0, cut=self._cut))
+        code = self._transport.get_returncode() or 0
+        self._fail(verdict, ending(code if self._wall is None else self._wall.exit_code(code), cut=self._cut))
         self._channel.close()
         self._transport.close()
 

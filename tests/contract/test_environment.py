@@ -13,6 +13,7 @@ import torch
 
 from rubato.actors.envs.hosting import EnvFailure, EnvHost, check_step, sentence
 from rubato.actors.envs.section import EnvSection
+from tests.sandboxes import needs_bwrap
 
 USER = Path(__file__).with_name("user_env.py")
 
@@ -37,6 +38,11 @@ ENVIRONMENTS = {
     "async class in a worker": {"class": f"{USER}:Async", "isolation": "process"},
     "chat messages": {"class": f"{USER}:Messages"},
 }
+SANDBOXED = {"class": f"{USER}:Async", "sandbox": "bwrap", "sandbox_read": [str(USER.parent)]}
+SETTINGS = [
+    *(pytest.param(settings, id=name) for name, settings in ENVIRONMENTS.items()),
+    pytest.param(SANDBOXED, id="async class in a sandbox", marks=needs_bwrap),
+]
 
 
 def section(**settings):
@@ -65,7 +71,14 @@ async def test_a_host_knows_whether_its_environments_run_in_workers(host_of, nam
     assert host.pooled == name.endswith("worker")
 
 
-@pytest.mark.parametrize("settings", ENVIRONMENTS.values(), ids=ENVIRONMENTS.keys())
+@needs_bwrap
+async def test_what_may_share_the_managers_process_does_not_where_it_has_a_sandbox(host_of):
+    host = await host_of(**SANDBOXED)
+
+    assert host.pooled
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
 async def test_an_environment_plays_resets_to_the_same_task_and_closes(host_of, settings):
     host = await host_of(**settings)
     env = await host.borrow("train")
@@ -83,7 +96,7 @@ async def test_an_environment_plays_resets_to_the_same_task_and_closes(host_of, 
     assert isinstance(step_info, dict)
 
 
-@pytest.mark.parametrize("settings", ENVIRONMENTS.values(), ids=ENVIRONMENTS.keys())
+@pytest.mark.parametrize("settings", SETTINGS)
 async def test_instances_do_not_share_their_episode(host_of, settings):
     host = await host_of(**settings)
     one, other = await host.borrow("train"), await host.borrow("train")

@@ -21,6 +21,7 @@ from rubato.actors.rewards.scorer import Scorer
 from rubato.runtime.pool import process as pool_process
 from rubato.runtime.pool import sandbox
 from rubato.runtime.pool.values import TEXT_LIMIT
+from tests.sandboxes import needs_bwrap
 
 ABUSES = Path(__file__).with_name("abuses.py")
 ROOT = Path(__file__).resolve().parents[2]
@@ -149,8 +150,11 @@ def end_all_of(uid):
     os.waitpid(child, 0)
 
 
-async def run_row(abuse, timeout_s, reason, words):
-    scorer = Scorer(section(timeout_s))
+SANDBOX = {"sandbox": "bwrap", "sandbox_read": [str(ABUSES.parent)], "sandbox_env": [MARK]}
+
+
+async def run_row(abuse, timeout_s, reason, words, **where):
+    scorer = Scorer(section(timeout_s, **where))
     assert await scorer.start() == ""
     assert await scorer.score([request("good")]) == [Scores((1.0,))]
     gc.collect()  # what tests before left open would otherwise be closed in between
@@ -182,6 +186,18 @@ async def test_an_abuse_ends_as_a_named_error_and_leaves_nothing(abuse, timeout_
 @pytest.mark.parametrize(("abuse", "timeout_s", "reason", "words"), BOMBS, ids=[row[0] for row in BOMBS])
 async def test_a_bomb_is_bounded_and_ends_as_a_named_error(abuse, timeout_s, reason, words):
     await run_row(abuse, timeout_s, reason, words)
+
+
+@needs_bwrap
+@pytest.mark.parametrize(("abuse", "timeout_s", "reason", "words"), ROWS, ids=[row[0] for row in ROWS])
+async def test_an_abuse_in_a_sandbox_ends_in_the_same_way(abuse, timeout_s, reason, words):
+    await run_row(abuse, timeout_s, reason, words, **SANDBOX)
+
+
+@needs_bwrap
+@pytest.mark.parametrize(("abuse", "timeout_s", "reason", "words"), BOMBS, ids=[row[0] for row in BOMBS])
+async def test_a_bomb_in_a_sandbox_is_bounded(abuse, timeout_s, reason, words):
+    await run_row(abuse, timeout_s, reason, words, **SANDBOX)
 
 
 AS_USER = """

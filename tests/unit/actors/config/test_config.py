@@ -1,8 +1,11 @@
+import os
+
 import pytest
 from pydantic import ValidationError
 
-from rubato.actors.config import ModelSection, StalenessSection, TrainSection
-from rubato.actors.envs.section import EnvSection
+from rubato.actors.config import ModelSection, RewardSection, RolloutSection, StalenessSection, TrainSection
+from rubato.actors.data.tasks import TaskSection
+from rubato.actors.envs.section import EnvSection, resolved
 
 
 def test_a_home_folder_is_written_out_once_for_everybody_who_reads_the_path(monkeypatch):
@@ -105,3 +108,26 @@ def test_a_bound_that_is_none_is_refused_in_one_sentence(given, sentence):
         StalenessSection(**given)
 
     assert sentence in refused.value.errors()[0]["msg"]
+
+
+# -- sandboxes -------------------------------------------------------------------------------------------------------
+
+
+def test_a_key_of_a_sandbox_without_one_is_refused():
+    with pytest.raises(ValidationError, match="sandbox_network has no effect without a sandbox"):
+        RewardSection(sandbox_network=True)
+
+
+def test_an_environment_in_its_managers_process_has_no_sandbox():
+    with pytest.raises(ValidationError, match="isolation=inline is in the manager's own process, and sandbox=bwrap in workers"):
+        EnvSection(sandbox="bwrap", isolation="inline")
+
+
+def test_a_sandbox_shows_the_rows_that_graders_of_ones_own_read(tmp_path):
+    tasks = {
+        "sums": TaskSection(data={"path": f"{tmp_path}/rows.jsonl", "eval_path": f"{tmp_path}/held_out.jsonl", "grader": "my.py:grade"})
+    }
+    sandboxed = resolved(tasks, EnvSection(sandbox="bwrap", sandbox_read=("~/more",)), RolloutSection(), RewardSection())
+
+    assert sandboxed["sums"].env.sandbox_read == (os.path.expanduser("~/more"), f"{tmp_path}/rows.jsonl", f"{tmp_path}/held_out.jsonl")
+    assert resolved(tasks, EnvSection(), RolloutSection(), RewardSection())["sums"].env.sandbox_read == ()
