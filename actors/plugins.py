@@ -57,6 +57,9 @@ NAMED_RENDERER = "rubato.actors.envs.named_renderer:NamedRenderer"
 REASONING, REASONING_HELD_OUT = "rubato.actors.envs.reasoning:ReasoningGymEnv", "rubato.actors.envs.reasoning:HELD_OUT"
 """Paths for `tasks.NAME.reasoning_gym`."""
 
+TEXTARENA = "rubato.actors.envs.games:TextArenaEnv"
+"""Path for `tasks.NAME.textarena`."""
+
 DATA_ROWS, PLACE_OF_ROWS = "rubato.actors.data.datasets:data_rows", "rubato.actors.data.datasets:place_of"
 """Paths for `tasks.NAME.data`."""
 

@@ -304,7 +304,7 @@ def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0].rstrip(".")
 
 
-def check_extra(module: str, what: str) -> None:
+def check_extra(module: str, what: str, install: str = EXTRA) -> None:
     """Raises ConfigError where the package of `module` is not installed; `what` begins the sentence."""
     if find_spec(module) is None:
-        raise ConfigError(f"{what} needs the package {module.replace('_', '-')}, which is not installed: {EXTRA}")
+        raise ConfigError(f"{what} needs the package {module.replace('_', '-')}, which is not installed: {install}")

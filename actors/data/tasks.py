@@ -1,4 +1,5 @@
-"""The tasks of a job: a weighted mixture of named ones, each an environment class, a data set with a grader, or one of reasoning-gym's."""
+"""The tasks of a job: a weighted mixture of named ones, each an environment class, a data set with a grader, or one of reasoning-gym's
+or textarena's."""
 
 import difflib
 import os
@@ -11,6 +12,9 @@ from pydantic import AfterValidator, Field, model_validator
 from rubato.actors.config import HubName, RewardSection, RewardTarget, Stops, name_of, one_of
 from rubato.runtime.config import Section
 from rubato.runtime.importer import example
+
+KINDS = ("class", "data", "reasoning_gym", "textarena")
+"""What a task names one of."""
 
 GRADERS: Mapping[str, str] = {name: f"rubato.actors.data.graders:{name}" for name in ("exact", "number", "places", "math")}
 """Those that come with Rubato, by the name that `tasks.NAME.data.grader` has."""
@@ -135,7 +139,7 @@ class DataSection(Section):
 
 
 class TaskSection(Section):
-    """One task: `class`, `data` or `reasoning_gym`. What it does not say itself it takes from `env`, `rollout` and `reward`."""
+    """One task: `class`, `data`, `reasoning_gym` or `textarena`. What it does not say itself it takes from `env`, `rollout` and `reward`."""
 
     weight: float = Field(default=1.0, ge=0)
     """Its share of all groups is this over the sum of all weights; 0 is only evaluated."""
@@ -147,8 +151,10 @@ class TaskSection(Section):
     """Name of a task that reasoning-gym generates, such as chain_sum."""
     agent: str = ""
     """As `env.agent`; alone it brings its tasks itself."""
+    textarena: str = ""
+    """Id of a game of textarena's for one player, such as GuessTheNumber-v0."""
     kwargs: dict[str, Any] = {}
-    """Arguments of the environment's constructor, or of reasoning-gym's task."""
+    """Arguments of the environment's constructor, of reasoning-gym's task, or of textarena's game."""
     eval_kwargs: dict[str, Any] = {}
     """Arguments that replace those above for held-out prompts; empty takes what the class declares as `held_out`."""
     max_turns: int | None = Field(default=None, ge=1)
@@ -166,14 +172,14 @@ class TaskSection(Section):
 
 
 def _mixture(tasks: dict[str, TaskSection]) -> dict[str, TaskSection]:
-    sources = {n: [k for k in ("class", "data", "reasoning_gym") if _has(t, k)] for n, t in tasks.items()}
+    sources = {n: [k for k in KINDS if _has(t, k)] for n, t in tasks.items()}
     for name, found in sources.items():
         if not NAME.fullmatch(name):
             raise ValueError(f"{name!r} can't be a task's name: use letters, digits, and _ . - inside")
         if not found and not tasks[name].agent:
             near = difflib.get_close_matches(name, [other for other in sources if sources[other]], n=1)
             guess = f"Did you mean {near[0]}?" if near else "Give it one of them"
-            raise ValueError(f"{name} names no class, no data, no reasoning_gym and no agent. {guess}")
+            raise ValueError(f"{name} names none of {', '.join((*KINDS, 'agent'))}. {guess}")
         if len(found) > 1:
             raise ValueError(f"{name} names {' and '.join(found)}: a task has one of them. Make it two tasks")
         if tasks[name].data and (idle := [key for key in ("kwargs", "eval_kwargs") if getattr(tasks[name], key)]):

@@ -131,6 +131,8 @@ def _env_of(task: TaskSection, env: EnvSection) -> EnvSection:
     if task.reasoning_gym:
         kwargs = {**task.kwargs, "name": task.reasoning_gym}
         return _with(env, plugins.REASONING, kwargs, {**plugins.load(plugins.REASONING_HELD_OUT), **task.eval_kwargs})
+    if task.textarena:
+        return _with(env, plugins.TEXTARENA, {**task.kwargs, "id": task.textarena}, task.eval_kwargs)
     return _with(env, task.target or plugins.OWN_TASKS, task.kwargs, task.eval_kwargs)
 
 

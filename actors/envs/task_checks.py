@@ -11,6 +11,7 @@ from rubato.actors.config import RolloutSection
 from rubato.actors.data.datasets import check_data, is_awaited, read_rows, values_of
 from rubato.actors.data.tasks import EXTRA, GRADERS, DataSection, TaskSection
 from rubato.actors.envs.chat import TOKEN_BYTES, Renderer, renderer_of
+from rubato.actors.envs.games import check_game
 from rubato.actors.envs.hosting import flaw_of, normal
 from rubato.actors.envs.reasoning import HELD_OUT, generator
 from rubato.actors.envs.section import DATA_SETS, Task, resolved
@@ -84,6 +85,11 @@ def _check_task(key: str, task: TaskSection) -> None:
                 generator(task.reasoning_gym, **{key: value for key, value in kwargs.items() if key not in HELD_OUT})
         except ConfigError as error:
             raise ConfigError(f"{key}.reasoning_gym: {error}") from None
+    elif task.textarena:
+        try:
+            check_game(task.textarena)
+        except ConfigError as error:
+            raise ConfigError(f"{key}.textarena: {error}") from None
     elif (data := task.data) is not None:
         if data.grader not in GRADERS:
             check_module(data.grader, key=f"{key}.data.grader")

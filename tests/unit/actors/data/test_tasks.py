@@ -84,7 +84,7 @@ def test_the_key_that_graders_had_before_is_taken_and_one_sentence_says_so():
     ("named", "words"),
     [
         ({"a": {"class": BANDIT, "weight": 0}, "b": {"class": BANDIT, "weight": 0}}, "the weights of a, b sum to 0"),
-        ({"sums": {"class": BANDIT}, "sum": {"weight": 2}}, "sum names no class, no data, no reasoning_gym and no agent. Did you"),
+        ({"sums": {"class": BANDIT}, "sum": {"weight": 2}}, "sum names none of class, data, reasoning_gym, textarena, agent. Did you"),
         ({"a": {"class": BANDIT, "reasoning_gym": "chain_sum"}}, "a names class and reasoning_gym: a task has one"),
         ({"a b": {"class": BANDIT}}, "'a b' can't be a task's name"),
         ({"a": {"data": {"path": "x.jsonl", "grader": "exakt"}}}, "Did you mean exact"),
@@ -145,3 +145,34 @@ def test_a_package_of_the_extra_that_is_missing_is_named(monkeypatch, tmp_path):
 
     for sentence, package in zip(str(caught.value).splitlines(), ("reasoning-gym", "math-verify"), strict=True):
         assert f"needs the package {package}, which is not installed: pip install -e '.[tasks]'" in sentence
+
+
+def test_a_game_that_textarena_has_not_is_one_sentence():
+    pytest.importorskip("textarena")
+
+    with pytest.raises(
+        ConfigError, match=r"^tasks\.a\.textarena: textarena has no game GuessTheNumer-v0\. Did you mean GuessTheNumber-v0\?$"
+    ):
+        check_tasks(tasks(a={"textarena": "GuessTheNumer-v0"}))
+
+
+def test_a_game_without_textarena_names_what_to_install(monkeypatch):
+    import rubato.actors.data.datasets
+
+    monkeypatch.setattr(rubato.actors.data.datasets, "find_spec", lambda _: None)
+
+    with pytest.raises(ConfigError) as refused:
+        check_tasks(tasks(a={"textarena": "GuessTheNumber-v0"}))
+
+    assert str(refused.value) == (
+        "tasks.a.textarena: textarena=GuessTheNumber-v0 needs the package textarena, which is not installed: pip install -e '.[textarena]'"
+    )
+
+
+def test_a_game_of_textarena_is_an_environment_with_the_arguments_of_the_task():
+    named = tasks(a={"textarena": "GuessTheNumber-v0", "kwargs": {"max_number": 8}, "eval_kwargs": {"max_number": 9}})
+
+    env = resolved(named, EnvSection(), RolloutSection(), RewardSection())["a"].env
+
+    assert env.target == "rubato.actors.envs.games:TextArenaEnv"
+    assert (env.kwargs, env.eval_kwargs) == ({"max_number": 8, "id": "GuessTheNumber-v0"}, {"max_number": 9})
