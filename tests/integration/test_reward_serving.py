@@ -10,9 +10,11 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.jobs import ACTING, SMALL, clean_environment, left_behind, rubato, write_model
+from tests.sandboxes import needs_bwrap
 
 pytestmark = pytest.mark.slow
 
@@ -21,6 +23,13 @@ SERVICE = "actors.reward_service={class: 'rubato.actors.rewards.service:RewardSe
 MINE = """
 def length(completions, **columns):
     return [float(len(text)) for text in completions]
+"""
+
+PEEK = """
+import os
+
+def peek(completions, path, **columns):
+    return [float(os.path.exists(each)) for each in path]
 """
 
 
@@ -85,6 +94,18 @@ def test_a_job_is_scored_by_a_function_that_another_process_serves(place):
     rows = [json.loads(line) for line in (place / "run" / "metrics.jsonl").read_text().splitlines()]
     assert all("reward/url" in row for row in rows)
     assert not left_behind(place)
+
+
+@needs_bwrap
+def test_a_function_is_served_out_of_a_sandbox_that_shows_its_file_alone(place):
+    (place / "answers.txt").write_text("secret")
+    (place / "peek.py").write_text(PEEK)
+    with served(place, "peek.py:peek", "--sandbox", "bwrap") as (_, url):
+        alone = httpx.post(url, json={"completions": ["a"], "columns": {"path": [str(place / "answers.txt")]}}).json()
+    with served(place, "peek.py:peek", "--sandbox", "bwrap", "--sandbox-read", "answers.txt") as (_, url):
+        shown = httpx.post(url, json={"completions": ["a"], "columns": {"path": [str(place / "answers.txt")]}}).json()
+
+    assert (alone["scores"], shown["scores"]) == ([0.0], [1.0])
 
 
 @pytest.mark.parametrize("launch", ["small.yaml", "acting.yaml"])
