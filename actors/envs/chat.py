@@ -157,7 +157,9 @@ class TextTokenizer:
         own = [(start, start + len(text)) for start, (text, is_own) in zip(starts, leaves, strict=False) if is_own]
         places = [found.start() for found in self._others.finditer(whole)]
         cuts = [at + 1 for at in places if not _within(at, own) or self._own.match(whole, at)]
-        texts = [self._normal(_marked(text, at, cuts, mark), mark) for at, (text, _) in zip(starts, leaves, strict=False)]
+        texts = [text for text, _ in leaves]
+        if places or self._unwanted:
+            texts = [self._normal(_marked(text, at, cuts, mark), mark) for at, text in zip(starts, texts, strict=False)]
         return _rebuilt(messages, iter(texts), lambda text: self._others.sub(rf"\g<0>{mark}", text))
 
     def encode(self, text: str, mark: str = "") -> "array[int]":
@@ -457,7 +459,7 @@ def renderer_of(limits: RolloutSection, folder: Path, *, tools: Sequence[Mapping
 
 
 class Transcript:
-    """Appends only. `version_first` is -1 until something was sampled."""
+    """Appends, and takes back only what nothing was sampled behind. `version_first` is -1 until something was sampled."""
 
     def __init__(self, opening: bytes) -> None:
         self._tokens = bytearray(opening)
@@ -490,6 +492,10 @@ class Transcript:
         self._tokens += ids
         self._mask += bytes(len(ids) // TOKEN_BYTES)
         self._logprobs += bytes(len(ids))
+
+    def cut(self, num: int) -> None:
+        """Take back what was shown behind the first `num` tokens, the newest sampled turn being among those."""
+        del self._tokens[num * TOKEN_BYTES :], self._mask[num:], self._logprobs[num * TOKEN_BYTES :]
 
     def sample(self, tokens: Tokens) -> None:
         """Append a completion. Raises ValueError when it is empty or its arrays and spans don't fit together."""

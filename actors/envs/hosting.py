@@ -469,25 +469,29 @@ def flaw_of(observation: Any) -> str:
 
 
 def _flaw_of_message(message: Any) -> str:
-    shown = f"a chat message {str(message)[:80]!r}"
+    flaw = _flaw_in(message)
+    return f"a chat message {str(message)[:80]!r} {flaw}" if flaw else ""
+
+
+def _flaw_in(message: Any) -> str:
     if not isinstance(message, dict):
-        return f"{shown} that is not {{'role': str, 'content': str}}"
+        return "that is not {'role': str, 'content': str}"
     told = cast("dict[Any, Any]", message)
     role, content, calls = told.get("role"), told.get("content"), told.get("tool_calls")
     if not isinstance(role, str) or not role or not all(isinstance(key, str) for key in told):
-        return f"{shown} that is not {{'role': str, 'content': str}}"
+        return "that is not {'role': str, 'content': str}"
     if calls is not None and (flaw := _flaw_of_calls(calls)):
-        return f"{shown} whose {flaw}"
+        return f"whose {flaw}"
     for key, value in told.items():
         if key in ("name", "tool_call_id", "reasoning_content") and not isinstance(value, str | None):
-            return f"{shown} whose {key} is of type {type_name(value)} instead of a string"
+            return f"whose {key} is of type {type_name(value)} instead of a string"
         if not is_plain(value):
-            return f"{shown} whose {key} holds what JSON can't"
+            return f"whose {key} holds what JSON can't"
     if isinstance(content, list):
-        return next((f"{shown} {flaw}" for part in cast("list[Any]", content) if (flaw := _flaw_of_part(part))), "")
+        return next(filter(None, map(_flaw_of_part, cast("list[Any]", content))), "")
     if content is None and (calls or told.get("reasoning_content")):
         return ""
-    return "" if isinstance(content, str) else f"{shown} whose content is of type {type_name(content)} instead of a string"
+    return "" if isinstance(content, str) else f"whose content is of type {type_name(content)} instead of a string"
 
 
 def _flaw_of_calls(calls: Any) -> str:

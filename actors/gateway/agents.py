@@ -109,7 +109,7 @@ class Agents(RolloutHook):
 
     async def open(self, context: RolloutContext, recorder: Recorder, prompt: Observation) -> tuple[Session, AgentTask]:
         """A session by the recorder's ticket, and what its agent is given."""
-        renderer = partial(self._renderers.get, context.rollout)
+        renderer = partial(self._renderers.of, context)
         session = Session(renderer, offload=self.manager.offload, idle_s=None, max_len=context.rollout.max_len)
         session.begin(recorder)
         await self._listens.wait()

@@ -1,13 +1,16 @@
 """A request for a turn, over HTTP: read, asked of its session, and answered in its dialect, whole or as a stream."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import msgspec
 
-from rubato.actors.gateway.dialect import Asked, Dialect, Error, Head, openai_error
+from rubato.actors.gateway import chat_api, generate_api, messages_api, responses_api, token_api
+from rubato.actors.gateway.dialect import Asked, Dialect, Error, Head, comment, openai_error, openai_failed
 from rubato.actors.gateway.session import Answer, Refused, Session, SessionOver
 from rubato.runtime.observe.trace import wall_s
 
@@ -16,6 +19,23 @@ if TYPE_CHECKING:
 
 BEAT_S = 10.0
 """Between two signs of life of a stream whose answer is not there yet."""
+
+_messages = Dialect(
+    messages_api.asked_in, messages_api.whole, messages_api.events, messages_api.error, messages_api.failed, messages_api.waiting
+)
+
+DIALECTS: Mapping[str, Dialect[Any]] = MappingProxyType(
+    {
+        "/v1/chat/completions": Dialect(chat_api.asked_in, chat_api.whole, chat_api.events, openai_error, openai_failed, comment),
+        "/v1/responses": Dialect(
+            responses_api.asked_in, responses_api.whole, responses_api.events, openai_error, responses_api.failed, responses_api.waiting
+        ),
+        "/v1/messages": _messages,
+        "/v1/messages/count_tokens": replace(_messages, counted=messages_api.counted),
+        token_api.PATH: Dialect(generate_api.asked_in, generate_api.whole, generate_api.events, openai_error, openai_failed, comment),
+    }
+)
+"""By path; each stands below a session's own path too."""
 
 Turns = Awaitable[tuple[Answer, ...]]
 

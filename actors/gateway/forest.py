@@ -19,7 +19,7 @@ from rubato.actors.envs.chat import TOKEN_BYTES, Transcript
 Message = Mapping[str, Any]
 
 Meaning = str
-"""Canonical JSON of a message: two that say the same have the same."""
+"""Role and text of a message, or canonical JSON of one that has more: two that say the same have the same."""
 
 MOST_MESSAGES = 10_000
 """Of one request."""
@@ -29,12 +29,17 @@ def meaning_of(message: Message, *, reasoning: bool = True) -> Meaning:
     """Role, text, reasoning (unless it is not to count) and calls of a message. Ids of calls don't count: a result is known by where it
     stands.
     """
-    told: dict[str, Any] = {"role": "system" if message.get("role") == "developer" else message.get("role")}
-    if text := _text_of(message.get("content")):
+    role = "system" if message.get("role") == "developer" else message.get("role")
+    text, calls = _text_of(message.get("content")), message.get("tool_calls")
+    thought = message.get("reasoning_content") if reasoning else None
+    if not thought and not calls:  # most of them, in each of many requests; no JSON begins so
+        return f"{role} {text}"
+    told: dict[str, Any] = {"role": role}
+    if text:
         told["content"] = text
-    if reasoning and (thought := message.get("reasoning_content")):
+    if thought:
         told["reasoning"] = thought
-    if calls := message.get("tool_calls"):
+    if calls:
         told["calls"] = [_call_of(call) for call in cast("list[Any]", calls)]
     return json.dumps(told, ensure_ascii=False, sort_keys=True)
 
@@ -159,6 +164,11 @@ class Forest:
             before.transcript.show(shown)
             return before.transcript
         return Transcript(before.transcript.prompt[: before.end * TOKEN_BYTES] + shown)
+
+    def withdrawn(self, place: Place, transcript: Transcript) -> None:
+        """No turn was sampled at the end of `transcript`, which the request had gone on in: another may."""
+        if place.before is not None:
+            transcript.cut(place.before.end)
 
     def sampled(self, place: Place, transcript: Transcript, said: Message, *, choice: int = 0) -> Turn:
         """A turn was sampled at the end of `transcript`, which the client is told as the message `said`."""

@@ -7,6 +7,7 @@ are as those of any rollout.
 """
 
 import asyncio
+import gc
 import importlib.util
 import os
 import secrets
@@ -40,6 +41,9 @@ from rubato.runtime.kernel import Kernel
 if TYPE_CHECKING:
     from starlette.requests import Request
 
+COLLECT_AFTER = (20_000, 50, 10)
+"""Thresholds of the garbage collector. By Python's own, hundreds of requests under way are looked at again and again."""
+
 FILE = "gateway.json"
 """Of the run's folder, for its owner alone: address and admin key."""
 
@@ -56,6 +60,8 @@ class GatewaySection(Section):
     """HOST:PORT; port 0 takes a free one. RUN/gateway.json has the address and the key."""
     wait_s: float = Field(default=600.0, gt=0)
     """Longest that POST /sessions waits for a place in a batch; after it 503, to be tried again."""
+    queue_s: float = Field(default=120.0, gt=0)
+    """A turn without its answer for so long, in line for an engine or sampled, is given up: 503, to be tried again in the same session."""
     idle_s: float = Field(default=600.0, gt=0)
     """A session without a request for so long is over, and another attempt takes its place."""
     max_waiting: int = Field(default=1024, ge=1)
@@ -152,6 +158,7 @@ class Gateway(EnvManager):
             return
         self._url = f"http://{spelt(host or '127.0.0.1')}:{listening.getsockname()[1]}"
         await super().on_start()
+        gc.set_threshold(*COLLECT_AFTER)
         opening = Route("/sessions", answering(self._open), methods=["POST"])
         self._served = self.spawn(self._server.serve(listening, opening), name=f"{self.name}.http")
         await self.offload(self._write_address)
@@ -222,8 +229,13 @@ class Gateway(EnvManager):
                 break
         else:
             raise GaveUp("agent_left", "it went away before its session began", retry=True)
-        renderer = partial(self._renderers.get, context.rollout)
-        session = Session(renderer, offload=self.offload, idle_s=self._section.idle_s, max_len=context.rollout.max_len)
+        session = Session(
+            partial(self._renderers.of, context),
+            offload=self.offload,
+            idle_s=self._section.idle_s,
+            queue_s=self._section.queue_s,
+            max_len=context.rollout.max_len,
+        )
         session.begin(recorder)
         self._server.add(session)
         opening.set_result(Opened(session, observation, context.host.declared.get(TOOLS, ())))

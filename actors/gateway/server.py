@@ -5,14 +5,14 @@
     POST /v1/chat/completions        with the session's key, or below /sessions/{id}
     GET  /v1/models
 
-Other dialects than chat completions have paths of their own, see dialects.py.
+Other dialects than chat completions have paths of their own, see answering.py.
 """
 
 import asyncio
 import hmac
 import socket
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -21,9 +21,8 @@ import msgspec
 import uvicorn
 
 from rubato.actors.envs.recorder import GaveUp
-from rubato.actors.gateway.answering import answer_in, refusal
+from rubato.actors.gateway.answering import DIALECTS, answer_in, refusal
 from rubato.actors.gateway.dialect import Dialect, Error, openai_error
-from rubato.actors.gateway.dialects import DIALECTS
 from rubato.actors.gateway.http_server import HttpServer
 from rubato.actors.gateway.session import KEY_PREFIX, OverCode, Refused, Session, SessionOver
 from rubato.bus.message import unpack_i32
@@ -40,6 +39,9 @@ MOST_BYTES = 16 * 2**20
 
 BODY_S = 30.0
 """Longest that a request's body may take to come."""
+
+KEEP_ALIVE_S = 75
+"""An idle connection is closed after so long: later than clients close theirs, else a request may meet the end of its connection."""
 
 OVER_KEPT = 4096
 """Sessions that are over of which is still known why."""
@@ -68,8 +70,9 @@ class SessionServer:
 
     async def serve(self, listening: socket.socket, *opening: Any) -> None:
         """Answer until cancelled; `opening` are further routes."""
-        server = HttpServer(uvicorn.Config(self._app(opening), lifespan="off", ws="none", log_config=None))
-        await server.run_on(listening)
+        app = self._app(opening)
+        config = uvicorn.Config(app, lifespan="off", ws="none", log_config=None, access_log=False, timeout_keep_alive=KEEP_ALIVE_S)
+        await HttpServer(config).run_on(listening)
 
     def add(self, session: Session) -> None:
         """It is asked from now on."""
@@ -89,17 +92,22 @@ class SessionServer:
         from starlette.applications import Starlette  # for jobs alone that have sessions
         from starlette.routing import Route
 
-        routes = [
+        routes = [  # tried in this order
+            *(Route(path, endpoint, methods=["POST"]) for path, endpoint in self._turns()),
             *opening,
             Route("/sessions/{id}", answering(self._show), methods=["GET"]),
             Route("/sessions/{id}/complete", answering(self._complete), methods=["POST"]),
             Route("/v1/models", answering(self._models), methods=["GET"]),
             Route("/sessions/{id}/v1/models", answering(self._models), methods=["GET"]),
         ]
+        return Starlette(routes=routes)
+
+    def _turns(self) -> Iterator[tuple[str, Any]]:
+        """Endpoints of the dialects, by path."""
         for path, dialect in DIALECTS.items():
             endpoint = answering(partial(self._asked, dialect), dialect.error)
-            routes += [Route(prefix + path, endpoint, methods=["POST"]) for prefix in ("", "/sessions/{id}")]
-        return Starlette(routes=routes)
+            yield path, endpoint
+            yield "/sessions/{id}" + path, endpoint
 
     async def _complete(self, request: "Request") -> Any:
         session = self._session_of(request)

@@ -149,10 +149,16 @@ class Session:
     """A Driver (actors/envs/rollout.py) that only waits: requests come from the server, each in a task of its own."""
 
     def __init__(
-        self, renderer: Callable[[Sequence[Mapping[str, Any]]], Any], *, offload: Offload, idle_s: float | None, max_len: int
+        self,
+        renderer: Callable[[Sequence[Mapping[str, Any]]], Any],
+        *,
+        offload: Offload,
+        idle_s: float | None,
+        max_len: int,
+        queue_s: float | None = None,
     ) -> None:
         """`renderer(tools)` is an awaitable of the renderer for these tools. Without a request for `idle_s` the session expires, with None it
-        does not; a context has at most `max_len` tokens.
+        does not; a turn takes at most `queue_s`, and a context has at most `max_len` tokens.
         """
         self.id, self.key = secrets.token_hex(12), f"{KEY_PREFIX}{secrets.token_urlsafe(24)}"
         self.forest = Forest()
@@ -162,7 +168,7 @@ class Session:
         """Whether the agent said its reward itself."""
         self.answer = ""
         """What it ended with: the text of the turn that was over last, unless it says another."""
-        self._renderer, self._offload, self._idle_s, self._max_len = renderer, offload, idle_s, max_len
+        self._renderer, self._offload, self._idle_s, self._queue_s, self._max_len = renderer, offload, idle_s, queue_s, max_len
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._settled = asyncio.Event()
         self._recorder: Recorder | None = None
@@ -207,7 +213,11 @@ class Session:
             raise Refused(429, "too_many_requests", f"{self._asking} requests of this session are under way already")
         self._asking += ask.n
         try:
-            return await self._turns(ask)
+            async with asyncio.timeout(self._queue_s):
+                return await self._turns(ask)
+        except TimeoutError:
+            why = f"no answer came within gateway.queue_s={self._queue_s:g}; the session goes on: ask again"
+            raise Refused(503, "no_answer", why) from None
         except ValueError as error:  # RenderError among them; tools that the template can't show
             raise Refused(400, "invalid_request_error", str(error)) from error
         except GaveUp as end:
@@ -260,10 +270,17 @@ class Session:
         """One turn behind `num` tokens."""
         recorder = self.recorder
         transcript = self.forest.opened(place, shown, alone=choice > 0)
-        if transcript not in recorder.transcripts:
+        if is_new := transcript not in recorder.transcripts:
             recorder.transcripts.append(transcript)
         prompt = transcript.prompt
-        text, completion = await recorder.complete(transcript, self._sampling(ask, self._max_len - num))
+        try:
+            text, completion = await recorder.complete(transcript, self._sampling(ask, self._max_len - num))
+        except BaseException:  # or its client left: asked again, the turn goes on from where this one did
+            if is_new:
+                recorder.transcripts.remove(transcript)
+            else:
+                self.forest.withdrawn(place, transcript)
+            raise
         text, stop = _up_to(text, ask.stop if completion.finish_reason == "stop" else ())
         most_calls = ask.most_calls if isinstance(ask, Ask) and ask.tools else 0
         said = said_in(text, len(self.forest.turns), most_calls=most_calls)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rubato.actors.gateway.dialects import DIALECTS
+from rubato.actors.gateway.answering import DIALECTS
 from rubato.actors.gateway.session import Refused
 from tests.scripted_sessions import app_of, scripted_session
 

@@ -1,0 +1,117 @@
+"""A session against a fake of the proxy: what a turn that fails leaves behind, and what is too old."""
+
+import asyncio
+from array import array
+
+import pytest
+
+from rubato.actors.config import EvalSection, RolloutSection
+from rubato.actors.envs.chat import ChatRenderer
+from rubato.actors.envs.recorder import GaveUp, Recorder, RecorderContext
+from rubato.actors.gateway.session import Ask, Refused, Session, SessionOver
+from rubato.actors.messages.generation import Completion, Tokens, VersionSpan
+from rubato.actors.messages.samples import PolicyState, Ticket
+from rubato.bus.errors import Failed
+from rubato.runtime.observe.figures import Waits
+
+END = 257
+USER = {"role": "user", "content": "where?"}
+
+
+class Proxy:
+    """Says `word`; raises what is an error, and never answers None."""
+
+    def __init__(self, renderer):
+        self.renderer, self.word = renderer, "here"
+
+    async def ask(self, request, *, timeout):
+        if self.word is None:
+            await asyncio.Event().wait()
+        if isinstance(self.word, Exception):
+            raise self.word
+        ids = array("i", [*self.renderer._tokenizer.raw.encode(self.word).ids, END])
+        tokens = Tokens(ids.tobytes(), array("f", [-1.0] * len(ids)).tobytes(), (VersionSpan(0, 0, len(ids)),))
+        return Completion(request.request_id, tokens, "stop", "engine-1")
+
+
+class Played:
+    """A session that is open; `version` is the newest of the weights, and α is 1."""
+
+    def __init__(self, folder):
+        renderer = ChatRenderer(folder)
+        self.proxy, self.version = Proxy(renderer), 0
+        context = RecorderContext(
+            rollout=RolloutSection(),
+            eval=EvalSection(),
+            renderer=renderer,
+            proxy=self.proxy,
+            policy=lambda: PolicyState(version=self.version, alpha=1),
+            waits=Waits(),
+        )
+
+        async def the_renderer(tools):
+            return renderer
+
+        async def offload(call):
+            return call()
+
+        ticket = Ticket("g1.0", "g1", attempt=1, row=3, seed=77, noise=0, version=0)
+        self.recorder = Recorder(context, ticket)
+        self.session = Session(the_renderer, offload=offload, idle_s=60.0, max_len=1000)
+        self.session.begin(self.recorder)
+
+    async def turn(self, *messages):
+        return (await self.session.turns(Ask(messages)))[0].said.message
+
+
+@pytest.fixture
+async def played(model_folder):
+    return Played(model_folder)
+
+
+@pytest.mark.parametrize("how", ["fails", "is left"])
+async def test_a_turn_that_is_asked_for_again_goes_on_in_the_same_context(played, how):
+    first = await played.turn(USER)
+    before = played.recorder.transcripts[0].prompt
+    played.proxy.word = Failed("no engine") if how == "fails" else None
+
+    with pytest.raises(Refused if how == "fails" else TimeoutError):
+        async with asyncio.timeout(0.01):
+            await played.turn(USER, first, USER)
+    between = [each.prompt for each in played.recorder.transcripts]
+    played.proxy.word = "there"
+    await played.turn(USER, first, USER)
+
+    (segment,) = (each.segment() for each in played.recorder.transcripts)
+    assert between == [before]
+    assert segment.tokens.startswith(before)
+    assert len(segment.tokens) == 4 * len(segment.mask) == len(segment.logprobs)
+    assert len(segment.spans) == 2
+
+
+async def test_a_first_turn_that_fails_leaves_no_context(played):
+    played.proxy.word = Failed("no engine")
+    with pytest.raises(Refused) as refused:
+        await played.turn(USER)
+    left = [*played.recorder.transcripts]
+    played.proxy.word = "here"
+    await played.turn(USER)
+
+    assert (refused.value.status, refused.value.code) == (400, "generation_failed")
+    assert left == []
+    assert len(played.recorder.transcripts) == 1
+
+
+async def test_a_session_whose_first_token_is_too_old_to_train_is_over_as_stale(played):
+    first = await played.turn(USER)
+    driving = asyncio.ensure_future(played.session.drive(played.recorder))  # noqa: TID251 - it ends before the test does
+    await asyncio.sleep(0)
+    played.version = 2
+
+    for _ in range(2):
+        with pytest.raises(SessionOver) as over:
+            await played.turn(USER, first, USER)
+        assert over.value.code == "stale"
+    with pytest.raises(GaveUp) as end:
+        await driving
+    assert (end.value.reason, end.value.retry) == ("stale", True)
