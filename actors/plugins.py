@@ -15,24 +15,20 @@ if TYPE_CHECKING:
     from rubato.planning.engine_info import EngineInfo
     from rubato.runtime.config import Config as Job
 
-AGENTS, AGENTS_CHECK = "rubato.actors.gateway.agents:Agents", "rubato.actors.gateway.agents:check_host"
-OWN_TASKS = "rubato.actors.gateway.own_tasks:OwnTasks"
-"""Of `env.agent` and `tasks.NAME.agent`; the environment of one that names none."""
-
 
 def rollout_hooks(config: Any) -> Iterator[str]:
     """Paths of the hooks of an environment manager, see actors/envs/rollout.py."""
     if config.cluster.dir:
         yield "rubato.actors.cluster.rollmux:GeneratingCount"
     if _has_agents(config):
-        yield AGENTS
+        yield "rubato.actors.gateway.agents:Agents"
 
 
 def check_rollout_host(config: Any) -> None:
     """Raises ConfigError where what they need is not on this host."""
     check_sandbox(config.env, "env")
     if _has_agents(config):
-        load(AGENTS_CHECK)(config)
+        load("rubato.actors.gateway.agents:check_host")(config)
 
 
 def _has_agents(config: Any) -> bool:
@@ -43,35 +39,21 @@ ROLLOUT_MESSAGES: Mapping[str, tuple[str, str]] = {"Survey": ("orchestrator", "r
 """The section of the actor that sends the message, and the hook that answers it."""
 
 ENV_WORKERS, GUARD = "rubato.actors.envs.pooled:EnvWorkers", "rubato.runtime.pool.guard:guard_children"
-"""Paths for environments in processes of their own, and for a user's in the manager's."""
-
-SANDBOX_WALL, SANDBOX_CHECK = "rubato.actors.sandbox:wall_of", "rubato.actors.sandbox:check"
-"""Paths for `reward.sandbox` and `env.sandbox`."""
-
 ENV_COROUTINES = "rubato.actors.envs.coroutines:Coroutines"
-"""Of a user's environments that share the manager's process."""
-
-NAMED_RENDERER = "rubato.actors.envs.named_renderer:NamedRenderer"
-"""Path for `rollout.renderer`."""
+"""Paths for environments in processes of their own, for a user's in the manager's, and for those of them that are asynchronous."""
 
 REASONING, REASONING_HELD_OUT = "rubato.actors.envs.reasoning:ReasoningGymEnv", "rubato.actors.envs.reasoning:HELD_OUT"
-"""Paths for `tasks.NAME.reasoning_gym`."""
-
-TEXTARENA = "rubato.actors.envs.games:TextArenaEnv"
-"""Path for `tasks.NAME.textarena`."""
-
-DATA_ROWS, PLACE_OF_ROWS = "rubato.actors.data.datasets:data_rows", "rubato.actors.data.datasets:place_of"
-"""Paths for `tasks.NAME.data`."""
-
-HUB_ROWS = "rubato.actors.hub.data_sets:folder_of"
-"""Path for data sets that are called by their name at a hub."""
+TEXTARENA, DATA_ROWS = "rubato.actors.envs.games:TextArenaEnv", "rubato.actors.data.datasets:data_rows"
+HUB_ROWS, NAMED_RENDERER = "rubato.actors.hub.data_sets:folder_of", "rubato.actors.envs.named_renderer:NamedRenderer"
+"""Paths for `tasks.NAME.reasoning_gym`, `textarena` and `data`, for data sets by their name at a hub, and for `rollout.renderer`."""
 
 ROLLOUT_CHECK, TASK_CHECKS, RENDERING_CHECK = (
     "rubato.actors.envs.task_checks:check_job",
     "rubato.actors.envs.task_checks:check_tasks",
     "rubato.actors.envs.task_checks:check_rendering",
 )
-"""Checks of limits, of `tasks` and of the prompts, by the launcher alone."""
+SPLIT_ADVICE, OWN_TASKS = "rubato.actors.envs.task_checks:advice_on_split", "rubato.actors.gateway.own_tasks:OwnTasks"
+"""Checks of limits, of `tasks` and of the prompts, by the launcher alone; advice on a task; and the environment of an agent without one."""
 
 TRAINER_HOST, TRAINER_FOLDER, TRAINER_PRELOAD = (
     "rubato.actors.training.preflight:check_host",
@@ -84,13 +66,18 @@ MODEL_CHECK = "rubato.actors.checkpoints.model_check:check_model_folder"
 
 def sandbox_wall(section: Any) -> Any:
     """What workers of `reward` or `env` are started behind; None: nothing."""
-    return None if section.sandbox == "none" else load(SANDBOX_WALL)(section)
+    return None if section.sandbox == "none" else load("rubato.actors.sandbox:wall_of")(section)
+
+
+def sandboxed(env: Any, tasks: Any) -> Any:
+    """The section `env`, whose sandbox, if it has one, shows the rows of `tasks`."""
+    return env if env.sandbox == "none" else load("rubato.actors.sandbox:showing_rows")(env, tasks)
 
 
 def check_sandbox(section: Any, key: str) -> None:
     """Raises ConfigError where this host has not the sandbox that the section `key` asks for."""
     if section.sandbox != "none":
-        load(SANDBOX_CHECK)(section, key)
+        load("rubato.actors.sandbox:check")(section, key)
 
 
 REWARD_URL = "rubato.actors.rewards.invoke:HttpBackend"

@@ -1,6 +1,10 @@
 """What the keys `sandbox…` of a section mean: the sandbox in which the workers of its user code are started."""
 
+from collections.abc import Mapping
+
 from rubato.actors.config import RewardSection
+from rubato.actors.data.datasets import place_of
+from rubato.actors.data.tasks import TaskSection
 from rubato.actors.envs.section import EnvSection
 from rubato.runtime import bubblewrap
 from rubato.runtime.bubblewrap import Bounds, Sandbox, SandboxWall
@@ -15,6 +19,12 @@ def sandbox_of(section: RewardSection | EnvSection) -> Sandbox:
 def wall_of(section: RewardSection | EnvSection) -> SandboxWall:
     """What a WorkerPool starts its workers behind."""
     return SandboxWall(sandbox_of(section))
+
+
+def showing_rows(env: EnvSection, tasks: Mapping[str, TaskSection]) -> EnvSection:
+    """The section with the rows that graders' environments read among what is shown; tasks share their workers."""
+    rows = (path for task in tasks.values() if task.data for path in (task.data.source, task.data.eval_source) if path)
+    return env.model_copy(update={"sandbox_read": (*env.sandbox_read, *(str(place_of(path)) for path in rows))})
 
 
 def check(section: RewardSection | EnvSection, key: str) -> None:

@@ -12,8 +12,7 @@ from starlette.routing import Route
 
 from rubato.actors.config import EvalSection, RolloutSection
 from rubato.actors.envs.recorder import GaveUp, Recorder, RecorderContext
-from rubato.actors.gateway.answering import answer_in, refusal
-from rubato.actors.gateway.dialects import DIALECTS
+from rubato.actors.gateway.answering import DIALECTS, answer_in, refusal
 from rubato.actors.gateway.session import Refused, Session, SessionOver
 from rubato.actors.messages.generation import Completion, Tokens, VersionSpan
 from rubato.actors.messages.samples import PolicyState, Ticket

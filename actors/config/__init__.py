@@ -435,6 +435,10 @@ class SandboxedSection(Section):
         fields = SandboxedSection.model_fields
         if self.sandbox == "none" and (idle := [name for name in fields if getattr(self, name) != fields[name].default]):
             raise ValueError(f"{idle[0]} has no effect without a sandbox. Set sandbox=bwrap, or leave it out")
+        if self.sandbox != "none" and getattr(self, "isolation", "") == "inline":
+            raise ValueError(
+                f"isolation=inline is in the manager's own process, and sandbox={self.sandbox} in workers. Leave isolation out"
+            )
         return self
 
 

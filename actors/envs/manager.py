@@ -17,7 +17,7 @@ from rubato.actors.envs.chat import renderer_of
 from rubato.actors.envs.hosting import TOOLS, EnvFailure, EnvHost, sentence
 from rubato.actors.envs.recorder import GaveUp
 from rubato.actors.envs.rollout import Rollout, RolloutContext, RolloutHook, RolloutRecord
-from rubato.actors.envs.section import EnvSection, Task, advice_on_split, resolved
+from rubato.actors.envs.section import EnvSection, Task, resolved
 from rubato.actors.messages.samples import Admit, Cancel, GiveUp, PolicyState, Put, RenewLeases, Ticket, Trajectory
 from rubato.bus.errors import AskFailed, Failed
 from rubato.runtime.actor import Actor, Handles, handler
@@ -262,7 +262,9 @@ class EnvManager(plugins.Hooked[RolloutHook], Actor):
         """Show what is odd about them: held-out tasks may be no others than those of training, and a template may leave reasoning out."""
         if self.config.eval.every or self.config.eval.final_num_tasks:
             for name in (name for name, host in self._hosts.items() if not host.has_split):
-                await self._show_once(f"no_split/{name}", advice_on_split(self._tasks[name], self.config.tasks.get(name)))
+                await self._show_once(
+                    f"no_split/{name}", plugins.load(plugins.SPLIT_ADVICE)(self._tasks[name], self.config.tasks.get(name))
+                )
         if any(each.renderer.drops_reasoning for each in self._rollouts.values()):
             await self._show_once(
                 "reasoning_dropped",

@@ -2,7 +2,7 @@
 sense."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, PlainValidator, model_validator
 
@@ -71,14 +71,6 @@ class EnvSection(SandboxedSection):
         """An agent without an environment brings its tasks."""
         return {"class": plugins.OWN_TASKS, **given} if isinstance(given, dict) and given.get("agent") else given
 
-    @model_validator(mode="after")
-    def _runs_in_the_sandbox(self) -> Self:
-        if self.sandbox != "none" and self.isolation == "inline":
-            raise ValueError(
-                f"isolation=inline is in the manager's own process, and sandbox={self.sandbox} in workers. Leave isolation out"
-            )
-        return self
-
     def sizes(self, cores: int) -> tuple[int, int]:
         """(first, most) workers of a manager that may use so many cores."""
         if self.workers != "auto":
@@ -101,22 +93,13 @@ def resolved(tasks: Mapping[str, TaskSection], env: EnvSection, rollout: Rollout
     """By name; a config without `tasks` has one, whose name is empty."""
     if not tasks:
         return {"": Task("env", env, rollout, reward)}
-    rewards, env = rewards_of(tasks, reward), _shown(env, tasks)
+    rewards, env = rewards_of(tasks, reward), plugins.sandboxed(env, tasks)
     found: dict[str, Task] = {}
     for name, task in tasks.items():
         limits = {key: value for key in LIMITS if (value := getattr(task, key)) is not None}
         own = reward.model_copy(update={"functions": rewards[name], "url": ""})
         found[name] = Task(f"tasks.{name}", _env_of(task, env), rollout.model_copy(update=limits), own)
     return found
-
-
-def _shown(env: EnvSection, tasks: Mapping[str, TaskSection]) -> EnvSection:
-    """Its sandbox shows the rows that a grader's environment reads; the tasks share their workers."""
-    if env.sandbox == "none":
-        return env
-    place = plugins.load(plugins.PLACE_OF_ROWS)
-    rows = (path for task in tasks.values() if task.data for path in (task.data.source, task.data.eval_source) if path)
-    return env.model_copy(update={"sandbox_read": (*env.sandbox_read, *(str(place(path)) for path in rows))})
 
 
 def _env_of(task: TaskSection, env: EnvSection) -> EnvSection:
@@ -138,16 +121,3 @@ def _env_of(task: TaskSection, env: EnvSection) -> EnvSection:
 
 def _with(env: EnvSection, target: str, kwargs: Mapping[str, object], eval_kwargs: Mapping[str, object]) -> EnvSection:
     return env.model_copy(update={"target": target, "kwargs": dict(kwargs), "eval_kwargs": dict(eval_kwargs)})
-
-
-def advice_on_split(task: Task, section: TaskSection | None) -> str:
-    """Sentences for a task whose held-out prompts may be trained on."""
-    if section is not None and section.data is not None:
-        return (
-            f"{task.key}.data has no held-out rows: evaluations show rows that are trained on. "
-            "Set its eval_path or eval_split, or eval_rows to hold some of them out (docs/tasks.md)"
-        )
-    return (
-        f"env {task.env.target} has no held-out split: evaluations use other seeds, which may give tasks that are trained on. "
-        f"Set {task.key}.eval_kwargs, or declare held_out in the class (docs/embedding.md)"
-    )

@@ -154,3 +154,16 @@ def check_prompts(task: Task, renderer: Renderer) -> None:
 
 def _size_of(prompt: Any) -> int:
     return len(prompt if isinstance(prompt, str) else str(prompt))
+
+
+def advice_on_split(task: Task, section: TaskSection | None) -> str:
+    """Sentences for a task whose held-out prompts may be trained on."""
+    if section is not None and section.data is not None:
+        return (
+            f"{task.key}.data has no held-out rows: evaluations show rows that are trained on. "
+            "Set its eval_path or eval_split, or eval_rows to hold some of them out (docs/tasks.md)"
+        )
+    return (
+        f"env {task.env.target} has no held-out split: evaluations use other seeds, which may give tasks that are trained on. "
+        f"Set {task.key}.eval_kwargs, or declare held_out in the class (docs/embedding.md)"
+    )

@@ -3,13 +3,17 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from rubato.runtime.pool.errors import NoWorker, PoolError, WorkerKilled
-from rubato.runtime.pool.process import Wall, WorkerProcess
+from rubato.runtime.pool.process import WorkerProcess
 from rubato.runtime.pool.sandbox import WorkerLimits, shortcoming
 from rubato.runtime.pool.values import Traits, decode, encode_call
+
+if TYPE_CHECKING:
+    from rubato.runtime.bubblewrap import SandboxWall
 
 SHARE = 0.5
 """Of the memory that is left, what workers may take: engines, trainers and files need some too."""
@@ -31,8 +35,7 @@ class WorkerPool:
     wait: callers do, by their own concurrency. User code's output goes to `on_output`, line by line.
 
     It may grow, from `workers` to `most`: by one whenever calls have waited for `GROW_S` and half of the memory that is left has room for
-    another one as large as the largest. It does not shrink. `on_size` is told the new number.
-    Each worker is started behind `wall`, where there is one.
+    another one as large as the largest. It does not shrink. `on_size` is told the new number. Workers start behind `wall`, if there is one.
     """
 
     def __init__(
@@ -43,7 +46,7 @@ class WorkerPool:
         limits: WorkerLimits | None = None,
         on_output: Callable[[str], None] | None = None,
         on_size: Callable[[int], None] | None = None,
-        wall: Wall | None = None,
+        wall: "SandboxWall | None" = None,
     ) -> None:
         self._wall = wall
         self._most = max(workers, most)

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import msgspec
 
@@ -27,6 +27,9 @@ from rubato.runtime.pool.errors import (
     WorkerTimeout,
 )
 from rubato.runtime.pool.sandbox import WorkerLimits, choose_uid
+
+if TYPE_CHECKING:
+    from rubato.runtime.bubblewrap import SandboxWall
 
 LAST_WORDS_S = 0.5
 """How long a process whose socket or output ended may take to end by itself, and one that ended may keep its pipes open."""
@@ -48,18 +51,6 @@ OUTPUT_LINE_LIMIT = 2_000
 """Characters kept of a line of user output."""
 
 
-class Wall(Protocol):
-    """What a worker is started behind, such as a sandbox; in there the process that starts it has the pid 1."""
-
-    def around(self, argv: Sequence[str], env: Mapping[str, str]) -> tuple[Sequence[str], Mapping[str, str]]:
-        """What to start in place of `argv`, and its environment."""
-        ...
-
-    def exit_code(self, code: int) -> int:
-        """What the worker ended with, or minus its signal, where that ended with `code`."""
-        ...
-
-
 class _Call(NamedTuple):
     id: int
     reply: "asyncio.Future[bytes]"
@@ -73,7 +64,7 @@ class _Call(NamedTuple):
 class WorkerProcess:
     """Calls are sent as they come and run one after another; a call's deadline counts from when it starts to run."""
 
-    def __init__(self, limits: WorkerLimits, on_output: Callable[[str], None], wall: Wall | None = None) -> None:
+    def __init__(self, limits: WorkerLimits, on_output: Callable[[str], None], wall: "SandboxWall | None" = None) -> None:
         self._wall = wall
         self.instances: set[str] = set()
         self._limits = limits
