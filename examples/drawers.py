@@ -37,7 +37,7 @@ class Drawers:
     def reset(self, *, seed: int) -> tuple[str, dict[str, object]]:
         """The prompt names a drawer."""
         chance = random.Random(seed)
-        drawers = chance.sample(WORDS, len(ORDINALS))
+        drawers: list[str] = chance.sample(WORDS, len(ORDINALS))
         asked, noted = chance.sample(range(len(ORDINALS)), 2)
         self._wanted = drawers[asked]
         if chance.random() < 0.5:

@@ -7,7 +7,6 @@ are as those of any rollout.
 """
 
 import asyncio
-import gc
 import importlib.util
 import os
 import secrets
@@ -41,9 +40,6 @@ from rubato.runtime.kernel import Kernel
 if TYPE_CHECKING:
     from starlette.requests import Request
 
-COLLECT_AFTER = (20_000, 50, 10)
-"""Thresholds of the garbage collector. By Python's own, hundreds of requests under way are looked at again and again."""
-
 FILE = "gateway.json"
 """Of the run's folder, for its owner alone: address and admin key."""
 
@@ -60,7 +56,7 @@ class GatewaySection(Section):
     """HOST:PORT; port 0 takes a free one. RUN/gateway.json has the address and the key."""
     wait_s: float = Field(default=600.0, gt=0)
     """Longest that POST /sessions waits for a place in a batch; after it 503, to be tried again."""
-    queue_s: float = Field(default=120.0, gt=0)
+    queue_s: float = Field(default=600.0, gt=0)
     """A turn without its answer for so long, in line for an engine or sampled, is given up: 503, to be tried again in the same session."""
     idle_s: float = Field(default=600.0, gt=0)
     """A session without a request for so long is over, and another attempt takes its place."""
@@ -158,7 +154,6 @@ class Gateway(EnvManager):
             return
         self._url = f"http://{spelt(host or '127.0.0.1')}:{listening.getsockname()[1]}"
         await super().on_start()
-        gc.set_threshold(*COLLECT_AFTER)
         opening = Route("/sessions", answering(self._open), methods=["POST"])
         self._served = self.spawn(self._server.serve(listening, opening), name=f"{self.name}.http")
         await self.offload(self._write_address)
