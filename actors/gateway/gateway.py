@@ -117,6 +117,11 @@ class Gateway(EnvManager):
         super().check(job)
         if "env_manager" in job.actors:
             raise ValueError("actors has gateway and env_manager, and both would play the same tasks: leave one of them out")
+        tasks = job.section("tasks")
+        if agent := next(filter(None, (job.section("env").agent, *(task.agent for task in tasks.values()))), ""):
+            raise ValueError(
+                f"actors has a gateway, whose agents come from outside, and agent={agent} is started by an env_manager: leave one out"
+            )
 
     @classmethod
     def check_host(cls, config: Any) -> None:
@@ -209,7 +214,8 @@ class Gateway(EnvManager):
                     opening.set_exception(run_over())
 
     def _room(self) -> int:
-        return min(len(self._openings) - len(self._unmatched), self.config.env.concurrency - len(self._running))
+        waiting = max(0, len(self._openings) - len(self._unmatched))  # one whose ticket is there may have left
+        return min(waiting, self.config.env.concurrency - len(self._running))
 
     def begins(self, driver: "OutsideDriver") -> None:
         """Its ticket is there, and its environment comes next."""

@@ -262,6 +262,33 @@ async def test_a_data_set_gives_sessions_their_prompt_and_its_grader_scores_thei
     assert Counter(line["reward"] for line in ledger if line["step"] == 1) == {0.0: 2, 1.0: 2}
 
 
+SLOW = """
+import asyncio
+
+class Slow:
+    held_out = {}
+
+    async def reset(self, *, seed):
+        await asyncio.sleep(1.0)
+        return "go", {}
+
+    async def step(self, action):
+        return "", 0.0, True, False, {}
+
+    async def close(self): ...
+"""
+
+
+async def test_an_agent_that_leaves_while_its_environment_is_made_ready_takes_no_place_of_another(tmp_path, model):
+    (tmp_path / "slow.py").write_text(SLOW)
+    async with served(tmp_path / "run", model, f"env.class={tmp_path / 'slow.py'}:Slow", "run.steps=100000") as (_, client):
+        with pytest.raises(httpx.ReadTimeout):
+            await client.post("/sessions", json={}, timeout=0.5)
+        told = [await client.post("/sessions", json={}) for _ in range(2)]
+
+    assert [(each.status_code, each.json()["prompt"]) for each in told] == [(200, "go"), (200, "go")]
+
+
 async def test_the_program_of_the_examples_trains_a_job_to_its_end(tmp_path, model):
     async with served(tmp_path / "run", model, "run.steps=3") as (job, _):
         program = await asyncio.create_subprocess_exec(sys.executable, EXAMPLE, tmp_path / "run", env=clean_environment())
@@ -317,3 +344,5 @@ def test_a_gateway_and_environment_managers_are_refused_together(model):
 
     with pytest.raises(ConfigError, match="actors has gateway and env_manager"):
         from_mapping(tree, [f"model.path={model}"])
+    with pytest.raises(ConfigError, match=r"agent=mine\.py:play is started by an env_manager: leave one out"):
+        from_mapping(read_yaml(SMALL.replace(MANAGER, GATEWAY)), [f"model.path={model}", "env.agent=mine.py:play"])
