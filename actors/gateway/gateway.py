@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
@@ -60,6 +60,8 @@ class GatewaySection(Section):
     """A turn without its answer for so long, in line for an engine or sampled, is given up: 503, to be tried again in the same session."""
     idle_s: float = Field(default=600.0, gt=0)
     """A session without a request for so long is over, and another attempt takes its place."""
+    train: Literal["main", "all"] = "main"
+    """main: of a session what led to its last turn, or goes on from a turn that did; all: side requests too, such as one for a title."""
     max_waiting: int = Field(default=1024, ge=1)
     """Requests for sessions that may wait at once; more are answered 429."""
 
@@ -235,6 +237,7 @@ class Gateway(EnvManager):
             offload=self.offload,
             idle_s=self._section.idle_s,
             queue_s=self._section.queue_s,
+            trains_all=self._section.train == "all",
             max_len=context.rollout.max_len,
         )
         session.begin(recorder)

@@ -156,12 +156,15 @@ class Session:
         idle_s: float | None,
         max_len: int,
         queue_s: float | None = None,
+        trains_all: bool = False,
     ) -> None:
         """`renderer(tools)` is an awaitable of the renderer for these tools. Without a request for `idle_s` the session expires, with None it
         does not; a turn takes at most `queue_s`, and a context has at most `max_len` tokens.
+        `trains_all`: contexts that did not lead to the last turn are trained too.
         """
         self.id, self.key = secrets.token_hex(12), f"{KEY_PREFIX}{secrets.token_urlsafe(24)}"
         self.forest = Forest()
+        self._trains_all = trains_all
         self.over: OverCode | None = None
         self.metadata: Any = None
         self.rewarded = False
@@ -200,7 +203,8 @@ class Session:
             self._end("cancelled")
         if not self.forest.turns:
             raise GaveUp("agent_idle", "the session was completed without a turn")
-        recorder.transcripts = self.forest.carrying(self.forest.turns[-1])
+        if not self._trains_all:
+            recorder.transcripts = self.forest.carrying(self.forest.turns[-1])
 
     # -- what the agent asks ----------------------------------------------------------------------------------------
 

@@ -37,7 +37,7 @@ class Proxy:
 class Played:
     """A session that is open; `version` is the newest of the weights, and α is 1."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, **more):
         renderer = ChatRenderer(folder)
         self.proxy, self.version = Proxy(renderer), 0
         context = RecorderContext(
@@ -57,7 +57,7 @@ class Played:
 
         ticket = Ticket("g1.0", "g1", attempt=1, row=3, seed=77, noise=0, version=0)
         self.recorder = Recorder(context, ticket)
-        self.session = Session(the_renderer, offload=offload, idle_s=60.0, max_len=1000)
+        self.session = Session(the_renderer, offload=offload, idle_s=60.0, max_len=1000, **more)
         self.session.begin(self.recorder)
 
     async def turn(self, *messages):
@@ -115,3 +115,15 @@ async def test_a_session_whose_first_token_is_too_old_to_train_is_over_as_stale(
     with pytest.raises(GaveUp) as end:
         await driving
     assert (end.value.reason, end.value.retry) == ("stale", True)
+
+
+@pytest.mark.parametrize(("trains_all", "num"), [(False, 1), (True, 2)])
+async def test_a_side_request_is_trained_where_all_are(model_folder, trains_all, num):
+    played = Played(model_folder, trains_all=trains_all)
+    await played.turn({"role": "user", "content": "a title"})
+    await played.turn(USER)
+    played.session.complete(1.0)
+
+    await played.session.drive(played.recorder)
+
+    assert len(played.recorder.transcripts) == num
