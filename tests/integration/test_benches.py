@@ -18,6 +18,7 @@ BENCHES = ROOT / "tools" / "bench"
 
 OWN = {
     "drains": "integration/test_drains_bench.py",
+    "gateway": "integration/test_gateway_bench.py",
     "padding": "unit/tools/test_padding.py",
     "rewards": "integration/test_rewards_bench.py",
     "rollout": "integration/test_rollout_bench.py",
