@@ -9,14 +9,14 @@ import importlib.util
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import copy_context
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from rubato.actors import plugins
 from rubato.actors.envs.coroutines import Coroutines
 from rubato.actors.envs.environment import Observation
-from rubato.actors.envs.hosting import HostedEnv, Hung, Raised
+from rubato.actors.envs.hosting import HostedEnv, Hung, Raised, is_plain
 from rubato.actors.envs.recorder import GaveUp, Recorder
 from rubato.actors.envs.rollout import EnvDriver, Rollout, RolloutContext, RolloutHook
 from rubato.actors.gateway.command import AgentEnded, run_command, words_of
@@ -52,6 +52,11 @@ class AgentTask:
     """train or eval."""
     info: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Of the environment's reset."""
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """All of it that JSON can hold."""
+        return vars(self) | {"info": {key: value for key, value in self.info.items() if isinstance(key, str) and is_plain(value)}}
 
     @property
     def variables(self) -> dict[str, str]:
@@ -150,10 +155,10 @@ class Agents(RolloutHook):
     async def _run(self, agent: str, told: AgentTask) -> Any:
         """What it returned, or said at its end."""
         if words := words_of(agent):
-            return await run_command(words, told.variables, asdict(told))
+            return await run_command(words, told.variables, told.plain)
         function = self._functions[agent]
         if not inspect.iscoroutinefunction(function):
-            return await run_command(words_of(agent, plain=True), told.variables, asdict(told))
+            return await run_command(words_of(agent, plain=True), told.variables, told.plain)
         call = self._coroutines.begin(function(told), agent, copy_context())
         try:
             return await call.result(float("inf"))

@@ -1,0 +1,24 @@
+"""What an agent is given, for one in a process of its own."""
+
+import json
+
+from rubato.actors.gateway.agents import AgentTask
+
+TOLD = AgentTask(
+    url="http://127.0.0.1:1/sessions/s1", base_url="http://127.0.0.1:1/sessions/s1/v1", api_key="rbt-k", model="m",
+    prompt=[{"role": "user", "content": "hi"}], task="", row=3, seed=7, purpose="train", info={"word": "lamp", "raw": b"x", 5: 6},
+)  # fmt: skip
+
+
+def test_a_process_is_told_all_that_json_can_hold():
+    told = json.loads(json.dumps(TOLD.plain))
+
+    assert told["info"] == {"word": "lamp"}
+    assert (told["prompt"], told["row"], told["seed"]) == (TOLD.prompt, 3, 7)
+
+
+def test_clients_of_both_apis_find_their_address_in_the_environment():
+    told = TOLD.variables
+
+    assert told["OPENAI_BASE_URL"] == f"{told['ANTHROPIC_BASE_URL']}/v1" == TOLD.base_url
+    assert told["RUBATO_SESSION"] == "s1"
