@@ -186,9 +186,11 @@ async def ran(*command, bounds=None, **more):
 
 @needs_bwrap
 async def test_a_command_runs_in_its_own_tmp_with_the_variables_that_it_is_given():
-    code, output = await ran("sh", "-c", "pwd; ls -A; touch mine && echo $OPENAI_BASE_URL; exit 7", OPENAI_BASE_URL="http://x/v1")
+    mine = uuid.uuid4().hex
+    code, output = await ran("sh", "-c", f"pwd; touch {mine} && echo $OPENAI_BASE_URL; exit 7", OPENAI_BASE_URL="http://x/v1")
 
     assert (code, output) == (7, "/tmp\nhttp://x/v1\n")
+    assert not Path("/tmp", mine).exists()
 
 
 @needs_bwrap
