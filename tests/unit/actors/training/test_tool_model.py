@@ -2,6 +2,7 @@ import random
 from itertools import islice
 
 from rubato.actors.config import RolloutSection
+from rubato.actors.envs import drawers
 from rubato.actors.envs.chat import TOKEN_BYTES, renderer_of
 from rubato.actors.training import base_model, tool_model
 from rubato.actors.training.base_model import ASSISTANT, END
@@ -24,6 +25,10 @@ def test_what_it_is_shown_is_what_the_template_makes_of_a_conversation_with_the_
     tokenizer = base_model.make_tokenizer(tool_model.TEXT)
     assert memoryview(rendered).cast("i").tolist() == tokenizer.encode(text).ids
     assert len(rendered) == 10 * TOKEN_BYTES
+
+
+def test_it_knows_the_words_of_its_task():
+    assert (ORDINALS, WORDS) == (drawers.ORDINALS, drawers.WORDS)
 
 
 def test_it_reads_what_it_is_given_and_counts_mostly_from_the_other_end():
