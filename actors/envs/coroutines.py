@@ -34,17 +34,17 @@ class Coroutines:
 
     def __init__(self, on_blocked: Callable[[Any, float], None]) -> None:
         self._on_blocked = on_blocked
-        self._calls: set[Call] = set()
+        self._calls: dict[Call, None] = {}  # in order, which is that of their ends
         self._fd = -1
 
     def begin(self, awaitable: Any, what: Any, context: Context) -> "Call":
         """Run it as a task that is owned here, in `context`; `what` names it where it blocks."""
         inner = _awaited(awaitable)
         call = Call(_outcome(_driven(inner, partial(self.timed, what))), context)
-        self._calls.add(call)
+        self._calls[call] = None
 
         def ended(_: Any) -> None:
-            self._calls.discard(call)
+            self._calls.pop(call, None)
             for each in (inner, awaitable):  # a call that was ended before its first step never ran them
                 if inspect.iscoroutine(each) and inspect.getcoroutinestate(each) == inspect.CORO_CREATED:
                     each.close()

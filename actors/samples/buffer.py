@@ -236,20 +236,18 @@ class SampleBuffer(Actor):
     async def draw_epoch(self, request: DrawEpoch) -> Epoch:
         """A trainer takes over from its checkpoint of `request.step`, which is committed here if it was not."""
         async with self._claiming:
-            draw = self._journal.retried(lambda: self.store.increment(EPOCH, at_least=request.at_least))
-            epoch = max(await draw, self._groups.training.epoch + 1)
+            drawn = await self._journal.retried(lambda: self.store.increment(EPOCH, at_least=request.at_least))
+            epoch = max(drawn, self._groups.training.epoch + 1)
             await self._cover(request.step)
             self._groups.take_over(epoch, request.step)
-            alpha = self._most_alpha
-            if dropped := self._groups.drop_bound(alpha):
+            if dropped := self._groups.drop_bound(self._most_alpha):
                 what = f"step {dropped[0]}" if len(dropped) == 1 else f"steps {dropped[0]} to {dropped[-1]}"
-                self.notice(f"{what} had samples that staleness.alpha={alpha} makes too old: they are sampled anew")
+                self.notice(f"{what} had samples that staleness.alpha={self._most_alpha} makes too old: they are sampled anew")
             self._wake()
             await self._journal.sync()
-        bound = tuple(sorted(self._groups.steps))
-        committed = self._groups.training.committed
-        self.log.info("epoch_drawn", epoch=epoch, committed=committed, bound=bound)
-        return Epoch(epoch=epoch, committed=committed, bound=bound)
+        begun = Epoch(epoch=epoch, committed=self._groups.training.committed, bound=tuple(sorted(self._groups.steps)))
+        self.log.info("epoch_drawn", epoch=epoch, committed=begun.committed, bound=begun.bound)
+        return begun
 
     @handler(concurrency=16)
     async def claim(self, request: Claim) -> Batch | NotReady:
@@ -266,9 +264,8 @@ class SampleBuffer(Actor):
                 async with asyncio.timeout_at(until):
                     await changed.wait()
             if self._now() >= until:
-                ready = sum(1 for _ in self._groups.ready())
                 await self._journal.sync()
-                return NotReady(ready, request.groups, found.why, self._groups.base)
+                return NotReady(sum(1 for _ in self._groups.ready()), request.groups, found.why, self._groups.base)
 
     @handler(concurrency=16)
     async def advance(self, request: Advance) -> PolicyState:
@@ -335,9 +332,8 @@ class SampleBuffer(Actor):
 
     def _issue(self, request: Admit) -> list[Ticket]:
         tickets: list[Ticket] = []
-        if not self._journal.is_healthy or self._closed or self._draining:
-            return tickets
-        if not self._holders.may_have(request.holder, request.incarnation):
+        is_open = self._journal.is_healthy and not (self._closed or self._draining)
+        if not is_open or not self._holders.may_have(request.holder, request.incarnation):
             return tickets
         try:
             num = self._records.allowed(request.holder, request.incarnation, request.num)

@@ -437,17 +437,21 @@ class Groups:
         return poisoned
 
     def drop_bound(self, alpha: int) -> list[int]:
-        """Steps that no checkpoint covers and that hold what is too old for `alpha`, which was larger when they were bound, and those after
-        them: their groups end `stale`, and other groups train in them. Returns the steps."""
+        """Steps without a checkpoint that hold what is too old for `alpha`, which was larger when they were bound, and those after them: their
+        groups end `stale`, and others train in them. Versions that came of them are withdrawn: the trainer publishes the one before anew, and
+        rollouts that wait for one of them are issued again. Returns the steps."""
         steps = sorted(self.steps)
         old = (s for s in steps if any(g.version_scored(self.base) < min_version(s, alpha) for g in self.steps[s]))
-        first = next(old, None)
-        dropped = [] if first is None else [step for step in steps if step >= first]
+        if (first := next(old, None)) is None:
+            return []
+        dropped = [step for step in steps if step >= first]
         for group in [group for step in dropped for group in self.steps.pop(step)]:
             group.unbind()
             self._end(group, group.discard("stale"))
-        self.changes.training |= bool(dropped)
         self._given_up(dropped)
+        self.training.version, self.changes.training = min(self.training.version, first - 1), True
+        for name in [name for name, member in self.running() if member.version >= first]:
+            self.take_back(name, "its weights were withdrawn", counted=False)
         return dropped
 
     def discard(self, group: Group, fate: str, why: str) -> None:

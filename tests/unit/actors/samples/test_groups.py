@@ -278,6 +278,26 @@ def test_a_run_that_goes_on_with_a_lower_bound_samples_anew_what_bound_steps_hav
     assert {end.group_id for end in groups.take_changes().ends if end.fate == "stale"} == {name for step in dropped for name in bound[step]}
     assert [*groups.steps] == [step for step in (2, 3) if step not in dropped]
     assert all(group.state == "bound" for each in groups.steps.values() for group in each)
+    assert groups.training.version == 3 - len(dropped)
+
+
+def test_versions_that_came_of_dropped_steps_are_withdrawn_and_rollouts_wait_for_none_of_them():
+    before = Groups(LIMITS, 2)
+    for step in (1, 2, 3):
+        score(before, issue(before, 2), version=0)
+        bind(before, step)
+        before.advance(step)
+    before.commit(1, 0)
+    groups = Groups(LIMITS, 0)
+    groups.restore(*stored(before), 0.0)
+    asked_early = issue(groups)
+    groups.take_over(2, 1)
+
+    groups.drop_bound(0)
+
+    assert {ticket.version for ticket in asked_early} == {3}
+    assert {ticket.version for ticket in issue(groups, 3)} == {1}
+    assert not any(member.version > 1 for _, member in groups.running())
 
 
 def test_a_trainer_whose_checkpoint_is_newer_than_what_was_committed_commits_it(groups):
