@@ -3,9 +3,9 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
+from secrets import token_hex
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
-from uuid import uuid4
 
 import msgspec
 
@@ -49,7 +49,7 @@ async def answer_in(dialect: Dialect[Any], session: Session, body: bytes, model:
     ask = asked.ask
     if dialect.counted is not None:
         return dialect.counted(await session.count(ask))
-    head = Head(uuid4().hex, int(wall_s()), asked.model or model)
+    head = Head(token_hex(16), int(wall_s()), asked.model or model)
     if asked.streams:
         return _streamed(dialect, asked, head, session.turns(ask))
     return dialect.whole(asked, await session.turns(ask), head)

@@ -29,7 +29,7 @@ from rubato.actors.envs.recorder import GaveUp, Recorder
 from rubato.actors.envs.rollout import EnvDriver, RolloutContext, RolloutHook
 from rubato.actors.envs.section import EnvSection
 from rubato.actors.gateway.renderers import Renderers
-from rubato.actors.gateway.server import SessionServer, answering, body_of, decoded, until_gone
+from rubato.actors.gateway.server import Answering, SessionServer, body_of, decoded, until_gone
 from rubato.actors.gateway.session import Refused, Session
 from rubato.bus.address import BadAddress, bind_listener, host_port, spelt
 from rubato.runtime.config import Config as Job
@@ -161,7 +161,7 @@ class Gateway(EnvManager):
             return
         self._url = f"http://{spelt(host or '127.0.0.1')}:{listening.getsockname()[1]}"
         await super().on_start()
-        opening = Route("/sessions", answering(self._open), methods=["POST"])
+        opening = Route("/sessions", Answering(self._open), methods=["POST"])
         self._served = self.spawn(self._server.serve(listening, opening), name=f"{self.name}.http")
         await self.offload(self._write_address)
         self.log.info("gateway_listening", url=self._url)

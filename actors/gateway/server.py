@@ -32,7 +32,6 @@ BodyT = TypeVar("BodyT")
 
 if TYPE_CHECKING:
     from starlette.requests import Request
-    from starlette.responses import Response
 
 MOST_BYTES = 16 * 2**20
 """Of a request."""
@@ -71,7 +70,8 @@ class SessionServer:
     async def serve(self, listening: socket.socket, *opening: Any) -> None:
         """Answer until cancelled; `opening` are further routes."""
         app = self._app(opening)
-        config = uvicorn.Config(app, lifespan="off", ws="none", log_config=None, access_log=False, timeout_keep_alive=KEEP_ALIVE_S)
+        quiet = {"lifespan": "off", "ws": "none", "log_config": None, "access_log": False, "proxy_headers": False}
+        config = uvicorn.Config(app, timeout_keep_alive=KEEP_ALIVE_S, **quiet)
         await HttpServer(config).run_on(listening)
 
     def add(self, session: Session) -> None:
@@ -89,23 +89,22 @@ class SessionServer:
 
     def _app(self, opening: Sequence[Any]) -> Any:
         """The ASGI application."""
-        from starlette.applications import Starlette  # for jobs alone that have sessions
-        from starlette.routing import Route
+        from starlette.routing import Route, Router  # for jobs alone that have sessions
 
         routes = [  # tried in this order
             *(Route(path, endpoint, methods=["POST"]) for path, endpoint in self._turns()),
             *opening,
-            Route("/sessions/{id}", answering(self._show), methods=["GET"]),
-            Route("/sessions/{id}/complete", answering(self._complete), methods=["POST"]),
-            Route("/v1/models", answering(self._models), methods=["GET"]),
-            Route("/sessions/{id}/v1/models", answering(self._models), methods=["GET"]),
+            Route("/sessions/{id}", Answering(self._show), methods=["GET"]),
+            Route("/sessions/{id}/complete", Answering(self._complete), methods=["POST"]),
+            Route("/v1/models", Answering(self._models), methods=["GET"]),
+            Route("/sessions/{id}/v1/models", Answering(self._models), methods=["GET"]),
         ]
-        return Starlette(routes=routes)
+        return Router(routes)  # what an application adds answers errors, which Answering does
 
     def _turns(self) -> Iterator[tuple[str, Any]]:
         """Endpoints of the dialects, by path."""
         for path, dialect in DIALECTS.items():
-            endpoint = answering(partial(self._asked, dialect), dialect.error)
+            endpoint = Answering(partial(self._asked, dialect), dialect.error)
             yield path, endpoint
             yield "/sessions/{id}" + path, endpoint
 
@@ -167,24 +166,27 @@ class SessionServer:
         return session
 
 
-def answering(
-    answer: Callable[["Request"], Awaitable[Any]], error: Callable[[Error], Any] = openai_error
-) -> Callable[["Request"], Awaitable["Response"]]:
+class Answering:
     """An endpoint of what `answer` gives, and of how it refuses."""
-    from starlette.responses import Response
 
-    async def respond(request: "Request") -> Response:
+    def __init__(self, answer: Callable[["Request"], Awaitable[Any]], error: Callable[[Error], Any] = openai_error) -> None:
+        self._answer, self._error = answer, error
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        from starlette.requests import Request
+        from starlette.responses import Response
+
         try:
-            told = await answer(request)
+            told = await self._answer(Request(scope, receive))
         except (SessionOver, Refused) as why:
-            return refusal(why, error)
-        return told if isinstance(told, Response) else Response(msgspec.json.encode(told), media_type="application/json")
-
-    return respond
+            told = refusal(why, self._error)
+        response = told if isinstance(told, Response) else Response(msgspec.json.encode(told), media_type="application/json")
+        await response(scope, receive, send)
 
 
 def _key_of(request: "Request") -> str:
-    return request.headers.get("x-api-key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
+    headers = request.headers
+    return headers.get("x-api-key") or headers.get("Authorization", "").removeprefix("Bearer ")
 
 
 def decoded(body: bytes, kind: type[BodyT]) -> BodyT:
