@@ -150,7 +150,7 @@ def _bound(place: str) -> Iterator[str]:
 
 def _shown(more: Iterable[str]) -> list[str]:
     """Python's folders, ours, the code that the run keeps, and `more`; those within others left out, outer ones first."""
-    kept = [str(code.folder) for code in in_use()]
+    kept = [str(code.folder) for code in in_use() if code.folder.is_dir()]
     wanted = {os.path.abspath(place) for place in (*_python_places(), *_our_places(), *kept, *more)}
     wanted |= {os.path.realpath(place) for place in wanted}
     found: list[str] = []

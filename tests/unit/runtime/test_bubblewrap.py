@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -40,6 +41,15 @@ def test_only_named_variables_are_kept(monkeypatch):
 def test_there_is_no_network_unless_it_is_asked_for():
     assert "--unshare-net" in sandboxed(["true"], Sandbox()).argv
     assert "--unshare-net" not in sandboxed(["true"], Sandbox(network=True)).argv
+
+
+def test_code_that_the_run_keeps_is_shown_where_there_is_some(tmp_path, monkeypatch):
+    kept = [tmp_path, tmp_path / "no-code"]
+    monkeypatch.setattr(bubblewrap, "in_use", lambda: [SimpleNamespace(folder=folder) for folder in kept])
+
+    shown = pairs(sandboxed(["true"], Sandbox()).argv)
+
+    assert [folder for folder in kept if str(folder) in shown] == [tmp_path]
 
 
 def test_neither_home_nor_the_working_folder_nor_the_checkout_is_shown(tmp_path, monkeypatch):
