@@ -1,13 +1,16 @@
 """Stands where a job has its trainer, and trains nothing: it evaluates one model after the other, each under its own version."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from rubato.actors.adapters.shapes import WEIGHTS as ADAPTER_WEIGHTS
 from rubato.actors.checkpoints import checkpoint as checkpoints
 from rubato.actors.checkpoints.model_check import check_model_folder
-from rubato.actors.checkpoints.model_folder import ADAPTER_CONFIG, WEIGHTS
+from rubato.actors.checkpoints.model_folder import ADAPTER_CONFIG, map_file, read_header, weight_files
 from rubato.actors.messages.weights import WeightsTaken
 from rubato.actors.training.evaluation import HeldOut
 from rubato.actors.training.publishing import Publisher
@@ -72,8 +75,7 @@ class Evaluator(Actor):
         for model in map(Path, self.config.evaluate.models):
             step = await self.offload(step_of, model)
             if step:
-                file = ADAPTER_WEIGHTS if (model / ADAPTER_CONFIG).exists() else WEIGHTS
-                await self._out.publish(step, EPOCH, StoredWeights(model / file))
+                await self._out.publish(step, EPOCH, await self.offload(partial(StoredWeights, model)))
                 await self._out.announced()
             await self._held_out.evaluate(step, EPOCH if step else 0, num, share=1)
             if not self._held_out.take():
@@ -83,18 +85,33 @@ class Evaluator(Actor):
 
 
 class StoredWeights:
-    """The weights of a model folder, as Publisher takes them."""
+    """The weights of a model folder, in whichever files they are, as Publisher takes them: one safetensors image."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, folder: Path) -> None:
+        """Reads headers alone. Raises ValueError, one sentence. Blocks."""
+        adapter = folder / ADAPTER_WEIGHTS
+        files = [adapter] if (folder / ADAPTER_CONFIG).exists() else weight_files(folder)
+        described, at = dict[str, Any](), 0
+        self._parts: list[memoryview] = []
+        for file in files:
+            image = map_file(file)
+            for name, (dtype, shape, begin, end) in read_header(image, str(file)).items():
+                described[name] = {"dtype": dtype, "shape": [*shape], "data_offsets": [at, at + end - begin]}
+                self._parts.append(image[begin:end])
+                at += end - begin
+        header = msgspec.json.encode(described)
+        header += b" " * (-len(header) % 8)
+        self._parts.insert(0, memoryview(len(header).to_bytes(8, "little") + header))
 
     def image_bytes(self) -> int:
-        return self._path.stat().st_size
+        return sum(map(len, self._parts))
 
     def export(self, memory: memoryview) -> Callable[[], None]:
-        """Raises OSError where the file is gone. Blocks."""
-        with self._path.open("rb") as file:
-            file.readinto(memory)
+        """Blocks."""
+        at = 0
+        for part in self._parts:
+            memory[at : at + len(part)] = part
+            at += len(part)
         return lambda: None
 
 

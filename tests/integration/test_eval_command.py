@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from safetensors import numpy as tensor_files
 
 from rubato.actors.checkpoints import checkpoint as checkpoints
 from rubato.runtime.config.compose import load
@@ -56,6 +57,22 @@ def test_a_run_and_each_of_its_checkpoints_need_no_config(place, of):
     assert ended.code == ExitCode.DONE, ended.err
     (row,) = map(json.loads, ended.out.splitlines())
     assert (row["version"], row["num"]) == (2 if of.endswith("2") else 4, 2)
+
+
+def test_a_checkpoint_in_several_files_is_evaluated_as_one_in_one_file(place):
+    files = {path.name: path.read_bytes() for path in (place / "model").iterdir() if path.is_file()}
+    tensors = tensor_files.load(files.pop("model.safetensors"))
+    parts = {"model-1.safetensors": [*tensors][::2], "model-2.safetensors": [*tensors][1::2]}
+    files |= {file: tensor_files.save({name: tensors[name] for name in names}) for file, names in parts.items()}
+    index = {"weight_map": {name: file for file, names in parts.items() for name in names}}
+    files["model.safetensors.index.json"] = json.dumps(index).encode()
+    checkpoints.write(place / "sharded" / "checkpoints" / "step_2", files, step=2, epoch=1)
+
+    whole, sharded = (rubato("eval", run, "small.yaml", "--json", cwd=place) for run in ("run/checkpoints/step_2", "sharded"))
+
+    assert (whole.code, sharded.code) == (ExitCode.DONE, ExitCode.DONE), sharded.err
+    assert json.loads(sharded.out)["reward"] == json.loads(whole.out)["reward"]
+    assert json.loads(sharded.out)["version"] == 2
 
 
 def test_a_model_folder_and_the_newest_checkpoint_of_a_run_make_a_table(place):
