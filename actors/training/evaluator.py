@@ -1,6 +1,6 @@
 """Stands where a job has its trainer, and trains nothing: it evaluates one model after the other, each under its own version."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -89,19 +89,9 @@ class StoredWeights:
 
     def __init__(self, folder: Path) -> None:
         """Reads headers alone. Raises ValueError, one sentence. Blocks."""
-        adapter = folder / ADAPTER_WEIGHTS
-        files = [adapter] if (folder / ADAPTER_CONFIG).exists() else weight_files(folder)
-        described, at = dict[str, Any](), 0
-        self._parts: list[memoryview] = []
-        for file in files:
-            image = map_file(file)
-            for name, (dtype, shape, begin, end) in read_header(image, str(file)).items():
-                described[name] = {"dtype": dtype, "shape": [*shape], "data_offsets": [at, at + end - begin]}
-                self._parts.append(image[begin:end])
-                at += end - begin
-        header = msgspec.json.encode(described)
-        header += b" " * (-len(header) % 8)
-        self._parts.insert(0, memoryview(len(header).to_bytes(8, "little") + header))
+        files = [folder / ADAPTER_WEIGHTS] if (folder / ADAPTER_CONFIG).exists() else weight_files(folder)
+        images = {str(file): map_file(file) for file in files}
+        self._parts = [*images.values()] if len(images) == 1 else _joined(images)
 
     def image_bytes(self) -> int:
         return sum(map(len, self._parts))
@@ -113,6 +103,19 @@ class StoredWeights:
             memory[at : at + len(part)] = part
             at += len(part)
         return lambda: None
+
+
+def _joined(images: Mapping[str, memoryview]) -> list[memoryview]:
+    """The parts of one image with the tensors of several, which go by their names."""
+    described, tensors, at = dict[str, Any](), list[memoryview](), 0
+    for file, image in images.items():
+        for name, (dtype, shape, begin, end) in read_header(image, file).items():
+            described[name] = {"dtype": dtype, "shape": [*shape], "data_offsets": [at, at + end - begin]}
+            tensors.append(image[begin:end])
+            at += end - begin
+    header = msgspec.json.encode(described)
+    header += b" " * (-len(header) % 8)
+    return [memoryview(len(header).to_bytes(8, "little") + header), *tensors]
 
 
 def step_of(model: Path) -> int:

@@ -44,6 +44,18 @@ def test_weights_in_one_file_and_in_several_are_the_same_image(tmp_path):
         assert all(found[name].dtype == TENSORS[name].dtype for name in TENSORS)
 
 
+def test_an_adapter_keeps_what_its_header_says_beside_its_tensors(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    file = tmp_path / "adapter_model.safetensors"
+    save_file(TENSORS, file, {"rank": "16"})
+    stored = StoredWeights(tmp_path)
+    memory = bytearray(stored.image_bytes())
+
+    stored.export(memoryview(memory))()
+
+    assert memory == file.read_bytes()
+
+
 def test_a_file_that_is_gone_is_named(tmp_path):
     in_files(tmp_path, ["odd"], ["layer.0"])
     (tmp_path / "model-1.safetensors").unlink()
