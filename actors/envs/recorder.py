@@ -83,7 +83,8 @@ class Recorder:
         self.sampled = 0
         """Tokens of the turns that are over."""
         self._context = context
-        self._key = f"{ticket.trajectory_id}.{ticket.attempt}"
+        self.key = f"{ticket.trajectory_id}.{ticket.attempt}"
+        """Names its requests, which have one answer however often they are asked. A driver that may ask others next time makes it its own."""
         held_out = ticket.purpose == "eval"
         section = context.eval if held_out else context.rollout
         greedy = held_out and context.eval.samples == 1
@@ -96,8 +97,7 @@ class Recorder:
             stop=context.renderer.stop_strings,
         )
         self._finish_reasons: list[str] = []
-        self._num_asked = 0
-        self._num_sampled = 0
+        self._num_asked = self._num_sampled = 0
         self._env_s = 0.0
         self._entered: float | None = None
 
@@ -168,7 +168,7 @@ class Recorder:
         limits, turn = self._context.rollout, self._num_asked
         self._num_asked += 1
         # A Store that lost its last seconds gives the same attempt out again: what it gets is no older than its own ticket.
-        request_id = f"{self._key}v{self.ticket.version}.{turn}"
+        request_id = f"{self.key}v{self.ticket.version}.{turn}"
         prompt = transcript.prompt
         resumed, tries, is_eval = Tokens(), 0, self.ticket.purpose == "eval"
         self._check_age()
@@ -262,7 +262,7 @@ class Recorder:
         context = self._context
         if context.reward is None:
             return {}
-        request = Score(self._key, tuple(self.texts), self._columns(), self.ticket.task)
+        request = Score(self.key, tuple(self.texts), self._columns(), self.ticket.task)
         timeout_s = context.rollout.reward_timeout_s
         try:
             with self.waiting("score", f"rollout.reward_timeout_s={timeout_s:g}", "reward_service"):

@@ -187,6 +187,8 @@ class Session:
 
     def begin(self, recorder: Recorder) -> None:
         """Its ticket is there."""
+        # A Store that lost its last seconds gives the same attempt out again, and another agent may say something else.
+        recorder.key += f".{self.id}"
         self._recorder = recorder
 
     # -- as a driver ------------------------------------------------------------------------------------------------

@@ -23,8 +23,10 @@ class Proxy:
 
     def __init__(self, renderer):
         self.renderer, self.word = renderer, "here"
+        self.requests = []
 
     async def ask(self, request, *, timeout):
+        self.requests.append(request.request_id)
         if self.word is None:
             await asyncio.Event().wait()
         if isinstance(self.word, Exception):
@@ -37,7 +39,7 @@ class Proxy:
 class Played:
     """A session that is open; `version` is the newest of the weights, and α is 1."""
 
-    def __init__(self, folder, **more):
+    def __init__(self, folder, *, idle_s=60.0, **more):
         renderer = ChatRenderer(folder)
         self.proxy, self.version = Proxy(renderer), 0
         context = RecorderContext(
@@ -57,7 +59,7 @@ class Played:
 
         ticket = Ticket("g1.0", "g1", attempt=1, row=3, seed=77, noise=0, version=0)
         self.recorder = Recorder(context, ticket)
-        self.session = Session(the_renderer, offload=offload, idle_s=60.0, max_len=1000, **more)
+        self.session = Session(the_renderer, offload=offload, idle_s=idle_s, max_len=1000, **more)
         self.session.begin(self.recorder)
 
     async def turn(self, *messages):
@@ -127,3 +129,13 @@ async def test_a_side_request_is_trained_where_all_are(model_folder, trains_all,
     await played.session.drive(played.recorder)
 
     assert len(played.recorder.transcripts) == num
+
+
+async def test_what_another_session_of_the_same_attempt_asked_is_not_its_answer(model_folder):
+    """A Store that lost its last seconds gives an attempt out again, and engines keep answers by the names of requests."""
+    one, other = Played(model_folder), Played(model_folder)
+    await one.turn(USER)
+    await other.turn({"role": "user", "content": "another"})
+
+    assert one.recorder.ticket == other.recorder.ticket
+    assert one.proxy.requests != other.proxy.requests
