@@ -177,6 +177,11 @@ class Session:
         self._recorder: Recorder | None = None
         self._expires: asyncio.Timeout | None = None
         self._asking = 0
+        self._limits: dict[asyncio.Timeout, None] = {}
+        """Of requests under way: what ends them."""
+        self._quiet = asyncio.Event()
+        """Set while none is under way."""
+        self._quiet.set()
         self._num_asked = 0
         self._num_choices = 0
 
@@ -203,6 +208,7 @@ class Session:
             raise GaveUp("agent_left", f"no request for {self._idle_s:g} s", retry=True) from None
         finally:
             self._end("cancelled")
+        await self._quiet.wait()  # else what is sampled from here on would be trained, and not be scored
         if not self.forest.turns:
             raise GaveUp("agent_idle", "the session was completed without a turn")
         if not self._trains_all:
@@ -218,10 +224,17 @@ class Session:
         if self._asking + ask.n > MOST_AT_ONCE:
             raise Refused(429, "too_many_requests", f"{self._asking} requests of this session are under way already")
         self._asking += ask.n
+        self._quiet.clear()
+        self._heard()
         try:
-            async with asyncio.timeout(self._queue_s):
-                return await self._turns(ask)
+            async with asyncio.timeout(self._queue_s) as limit:
+                self._limits[limit] = None
+                try:
+                    return await self._turns(ask)
+                finally:
+                    del self._limits[limit]
         except TimeoutError:
+            self._check_open()
             why = f"no answer came within gateway.queue_s={self._queue_s:g}; the session goes on: ask again"
             raise Refused(503, "no_answer", why) from None
         except ValueError as error:  # RenderError among them; tools that the template can't show
@@ -230,6 +243,8 @@ class Session:
             raise self._why_not(end) from end
         finally:
             self._asking -= ask.n
+            if not self._asking:
+                self._quiet.set()
             self._heard()
 
     async def count(self, ask: Ask) -> int:
@@ -354,10 +369,14 @@ class Session:
 
     def _end(self, code: OverCode) -> None:
         self.over = self.over or code
+        for limit in self._limits:
+            if not limit.expired():
+                limit.reschedule(0.0)  # by the loop's clock, past
 
     def _heard(self) -> None:
+        """A request began, or is over: a session with one under way does not expire."""
         if self._idle_s is not None and self._expires is not None and self.over is None and not self._expires.expired():
-            self._expires.reschedule(asyncio.get_running_loop().time() + self._idle_s)
+            self._expires.reschedule(None if self._asking else asyncio.get_running_loop().time() + self._idle_s)
 
 
 def _shown(renderer: Renderer, before: Turn | None, new: Sequence[Message]) -> bytes:

@@ -131,6 +131,39 @@ async def test_a_side_request_is_trained_where_all_are(model_folder, trains_all,
     assert len(played.recorder.transcripts) == num
 
 
+async def test_a_turn_that_is_under_way_as_its_session_ends_is_cut_off_and_is_no_part_of_it(played):
+    first = await played.turn(USER)
+    before = played.recorder.transcripts[0].prompt
+    played.proxy.word = None
+    late = asyncio.ensure_future(played.turn(USER, first, USER))  # noqa: TID251 - it ends before the test does
+    await asyncio.sleep(0)
+    assert played.recorder.transcripts[0].prompt != before
+    played.session.complete(1.0)
+
+    await played.session.drive(played.recorder)
+
+    (transcript,) = played.recorder.transcripts
+    assert transcript.prompt == before
+    with pytest.raises(SessionOver) as over:
+        await late
+    assert over.value.code == "complete"
+
+
+async def test_a_session_does_not_expire_while_a_request_is_under_way(model_folder):
+    played = Played(model_folder, idle_s=0.01)
+    played.proxy.word = None
+    driving = asyncio.ensure_future(played.session.drive(played.recorder))  # noqa: TID251 - it ends before the test does
+    await asyncio.sleep(0)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.03):
+            await played.turn(USER)
+    assert played.session.over is None
+
+    with pytest.raises(GaveUp) as end:
+        await driving
+    assert end.value.reason == "agent_left"
+
+
 async def test_what_another_session_of_the_same_attempt_asked_is_not_its_answer(model_folder):
     """A Store that lost its last seconds gives an attempt out again, and engines keep answers by the names of requests."""
     one, other = Played(model_folder), Played(model_folder)
