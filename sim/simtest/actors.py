@@ -6,9 +6,15 @@ from typing import Any, TypeVar, cast
 
 from rubato.actors import plugins
 from rubato.actors.checkpoints.checkpoint import name
-from rubato.actors.engines.engine import Engine, EngineHook
+from rubato.actors.engines.engine import Chunk, Engine, EngineHook
 from rubato.actors.engines.weights import WeightsPuller
 from rubato.actors.engines.worker import EngineRequest, EngineWorker
+from rubato.actors.envs.environment import Observation
+from rubato.actors.envs.recorder import Recorder
+from rubato.actors.envs.rollout import RolloutContext
+from rubato.actors.gateway.gateway import Address, Gateway, OutsideDriver
+from rubato.actors.gateway.server import SessionServer
+from rubato.actors.gateway.session import Session
 from rubato.actors.messages.moves import MovePrepared, NotMoved, PrepareMove, TakeMove
 from rubato.actors.messages.samples import Batch, Claim, Commit, DrawEpoch, Epoch, NotReady, Put, Stored
 from rubato.actors.moves.engine import Departures, EngineMoves, Leaving
@@ -20,6 +26,7 @@ from rubato.bus.message import Ack
 from rubato.runtime.actor import handler
 from rubato.runtime.kernel import Kernel
 from rubato.sim.simtest.checks import InvariantChecks
+from rubato.sim.simtest.http import HttpTasks
 from rubato.sim.simtest.process import ActorProcess
 from rubato.sim.simtest.toys import ToyScorer, ToyTrainEngine
 
@@ -36,6 +43,9 @@ COSTS_S: Mapping[str, float] = {
     "write_lines": 0.01,
     "append": 0.005,
     "newest": 0.02,
+    "renderer": 0.03,
+    "_read_address": 0.01,
+    "_write_address": 0.01,
 }
 """Virtual seconds of blocking calls, by the function's name."""
 
@@ -112,21 +122,80 @@ class SimMoves(EngineMoves):
 
 
 class SimEngine(EngineWorker):
-    """Tells the monitor which requests left it."""
+    """Tells the monitor which requests left it, and what it sampled."""
 
     monitor: InvariantChecks
     process: ActorProcess
+
+    def _sampled(self, shared: EngineRequest, chunk: Chunk) -> None:
+        super()._sampled(shared, chunk)
+        self.monitor.tokens.sampled(shared.request, shared.tokens)
 
     def make(self, path: str) -> EngineHook:
         return SimMoves(self) if path == plugins.ENGINE_MOVES else super().make(path)
 
 
-class SimRewards(RewardService):
-    """Scores without worker processes."""
+class SimServer(SessionServer):
+    """Its requests come without sockets."""
+
+    def __init__(self, model: str, http: HttpTasks) -> None:
+        super().__init__(model)
+        self._http = http
+
+    async def serve(self, listening: Any, *opening: Any) -> None:
+        await self._http.serve(self._app(opening))
+
+
+class NoSocket:
+    """Where a gateway listens."""
+
+    def getsockname(self) -> tuple[str, int]:
+        return "127.0.0.1", 80
+
+
+class SimGateway(Gateway):
+    """Tells the monitor whose session is which sample's."""
+
+    monitor: InvariantChecks
+    process: ActorProcess
 
     def __init__(self, config: Any, kernel: Kernel) -> None:
         super().__init__(config, kernel)
-        self._scorer: Any = ToyScorer()
+        self.notice = self._tell
+        self.http = HttpTasks(self._broke)
+        before, self._server = self._server, SimServer(self.run.folder.name, self.http)
+        self._server.admin_key = before.admin_key
+
+    async def _bound(self, host: str, port: int, before: Address) -> Any:
+        return NoSocket()
+
+    def session_of(self, driver: OutsideDriver, context: RolloutContext, recorder: Recorder, observation: Observation) -> Session:
+        session = super().session_of(driver, context, recorder, observation)
+        self.monitor.tokens.opened(session.id, recorder.ticket)
+        return session
+
+    def _tell(self, text: str, *, good: bool = False) -> None:
+        """The name of its log differs from run to run."""
+        self._kernel.notice(text.replace(str(self.run.folder), "RUN"), good=good)
+
+    def held(self) -> list[str]:
+        """Sessions that are open, openings that wait and requests under way."""
+        sessions = len({session.id for session in self._server._sessions.values()})  # pyright: ignore[reportPrivateUsage]
+        return [*self.http.paths, *["a session"] * sessions, *["an opening"] * len(self._openings)]
+
+    def _broke(self, text: str) -> None:
+        self.monitor.fail("no actor breaks", f"{self.name}: {text}")
+
+
+class SimRewards(RewardService):
+    """Scores without worker processes, and tells the monitor what."""
+
+    monitor: InvariantChecks
+    process: ActorProcess
+
+    def __init__(self, config: Any, kernel: Kernel) -> None:
+        super().__init__(config, kernel)
+        self._scorer: Any = ToyScorer(lambda request: self.monitor.tokens.scored(request))
 
 
 class SimTrainer(Trainer):

@@ -16,6 +16,7 @@ from rubato.bus.transport import Delivery
 from rubato.runtime.dispatch import Mailbox
 from rubato.runtime.store.store import Append
 from rubato.sim.simtest.process import ActorProcess
+from rubato.sim.simtest.tokens import TokenChecks
 
 ASK_SLACK_S = 1.5
 """Deadlines are swept twice a second in a simulation, and a busy loop sweeps late."""
@@ -67,6 +68,7 @@ class InvariantChecks:
         self._kept: set[tuple[str, int]] = set()
         self._given: set[tuple[str, int]] = set()
         """(request, epoch) of moves, by what became of them."""
+        self.tokens = TokenChecks(self.fail)
 
     def fail(self, invariant: str, text: str) -> None:
         if self.violation is None:
@@ -161,6 +163,7 @@ class InvariantChecks:
 
     def stored(self, trajectory: Trajectory, fate: str) -> None:
         """The buffer acknowledged a Put."""
+        self.tokens.stored(trajectory)
         ticket = trajectory.ticket
         if ticket.purpose == "train" and fate != "superseded":
             known = self.timeline.acknowledged.get(ticket.trajectory_id)

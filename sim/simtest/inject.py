@@ -260,13 +260,13 @@ class Injector:
 
     def _running(self) -> list[Any]:
         """Requests that the proxy has on engines, where it and a manager that asks it are up."""
-        proxy, manager = self._world.processes["llm_proxy-1"], self._world.processes["env_manager-1"]
+        proxy, manager = self._world.processes["llm_proxy-1"], self._world.processes[self._world.setup.managers[0]]
         if not all(p.alive and not p.frozen and p.kernel and p.kernel.ready.is_set() for p in (proxy, manager)):
             return []
         return [shared for shared in proxy.actor.requests.running.values() if shared.asked is not None]
 
     def _ask_to_move(self, request_id: str, target: str) -> None:
-        manager = self._world.processes["env_manager-1"]
+        manager = self._world.processes[self._world.setup.managers[0]]
         with suppress(NotRunning):
             told = _told(manager.actor, Move(request_id, target))
             manager.context.run(lambda: manager.actor.spawn(told, name="move"))

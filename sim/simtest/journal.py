@@ -8,7 +8,7 @@ from rubato.bus.link import Frame
 
 
 class Record:
-    """The trace hash covers every frame that landed, every link's end and every call the store carried out."""
+    """The trace hash covers every frame that landed, every link's end, every call the store carried out and every answer to an agent."""
 
     def __init__(self, now: Callable[[], float], *, keep: bool) -> None:
         self.now = now
@@ -31,6 +31,13 @@ class Record:
         self._digest.update(f"{self.now():.6f}{process}.{method}{named!r}".encode())
         if self.keep and method.startswith("samples."):
             self.say(f"store: {process}.{method}{args!r:.160}")
+
+    def asked(self, agent: str, what: str, answer: str) -> None:
+        """An agent's request is over."""
+        self.num_events += 1
+        self._digest.update(f"{self.now():.6f}{agent} {what}: {answer}".encode())
+        if self.keep:
+            self.say(f"{agent}: {what}: {answer}")
 
     def say(self, text: str) -> None:
         if self.keep:

@@ -8,6 +8,8 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+from rubato.actors.gateway.forest import Forest
+from rubato.actors.gateway.session import Session
 from rubato.actors.moves.engine import Departures
 from rubato.actors.samples.buffer import SampleBuffer
 from rubato.actors.samples.groups import Groups
@@ -34,6 +36,8 @@ class Mutation(NamedTuple):
     what: str
     edits: tuple[Edit, ...]
     faults: tuple[str, ...] = ()
+    sessions: bool = False
+    """Only seeds with agents from outside need it."""
 
 
 MUTATIONS: dict[str, Mutation] = {
@@ -132,6 +136,27 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "digest": Mutation(
         "the digest check of weights", (Edit(BlobInfo, "check", "!= self.digest", "== ''"),), ("weights_corrupt", "weights_half")
+    ),
+    "branch": Mutation(
+        "the branch that begins where a session's history goes on from a turn which something followed already",
+        (Edit(Forest, "opened", "len(before.transcript) == before.end and not alone", "not alone"),),
+        sessions=True,
+    ),
+    "under_way": Mutation(
+        "the end of a session's turns with it: they go on while it is scored",
+        (Edit(Session, "_end", "not limit.expired()", "False"), Edit(Session, "drive", "await self._quiet.wait()", "pass")),
+        sessions=True,
+    ),
+    "session_name": Mutation(
+        "the session's name in those of its requests",
+        (Edit(Session, "begin", 'f".{self.id}"', '""'),),
+        ("store_loss_kill", "store_loss"),
+        sessions=True,
+    ),
+    "idle": Mutation(
+        "the end of a session whose agent is gone",
+        (Edit(Session, "drive", "asyncio.timeout(self._idle_s)", "asyncio.timeout(None)"),),
+        sessions=True,
     ),
 }
 """Name → mutation; the list in docs/reliability.md says how each is noticed."""

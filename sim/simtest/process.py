@@ -30,6 +30,8 @@ class ActorProcess(HostedTask):
         self.thawed_at = 0.0
         self.held: list[asyncio.Handle] = []
         self.transport: MemoryTransport | None = None
+        self.at_death: dict[object, Callable[[], None]] = {}
+        """What its end does at once to those who hold a connection to it."""
         self._failed = failed
 
     @property
@@ -68,6 +70,8 @@ class ActorProcess(HostedTask):
 
     def _die(self) -> None:
         self.alive = False
+        for end in list(self.at_death.values()):
+            end()
         if self.transport is not None:
             self.transport.die()
 

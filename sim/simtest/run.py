@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import rubato.actors.envs.manager
+import rubato.actors.gateway.renderers
+import rubato.actors.gateway.session
 import rubato.bus.link
 import rubato.runtime.courier
 import rubato.runtime.observe.figures
 from rubato.actors.samples.journal import ENDS, read_records
 from rubato.actors.samples.run_files import read_lines
+from rubato.sim.simtest import agents
 from rubato.sim.simtest import faults as drawn
 from rubato.sim.simtest import setup as setups
 from rubato.sim.simtest.checks import InvariantChecks, Violation
@@ -24,7 +27,7 @@ from rubato.sim.simtest.inject import Injector
 from rubato.sim.simtest.journal import Record
 from rubato.sim.simtest.loop import SimLoop
 from rubato.sim.simtest.setup import Setup
-from rubato.sim.simtest.toys import renderer, write_tokenizer
+from rubato.sim.simtest.toys import DrawnSecrets, renderer, write_tokenizer
 from rubato.sim.simtest.world import World
 from rubato.sim.virtual import Deadlock, run_virtual
 
@@ -35,6 +38,9 @@ LIMIT_S = 1200.0
 """Virtual seconds of a whole run."""
 
 DRAIN_S = 60.0
+
+LEAVE_S = 60.0
+"""From the end of a job until agents from outside have heard of it."""
 
 SLOTS_S = 30
 """From the end of a job until nothing of it runs: a lost cancel is told again as leases are renewed, and links have to heal."""
@@ -67,8 +73,9 @@ class Bench:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def faults_of(seed: int, kinds: Sequence[str], rounds: int = 1) -> list[Fault]:
-    setup = setups.draw(seed)
+def faults_of(seed: int, kinds: Sequence[str], rounds: int = 1, *, setup: Setup | None = None) -> list[Fault]:
+    """That the seed draws; in a job of another `setup` than its own where one is given."""
+    setup = setup or setups.draw(seed)
     return drawn.draw(seed, setup.names, setup.steps, kinds, rounds)
 
 
@@ -134,6 +141,8 @@ def settings(setup: Setup) -> replaced:
         (rubato.bus.link, "WINDOW_MESSAGES"): setup.window,
         (rubato.bus.link, "REGRANT_MESSAGES"): max(1, setup.window // 2),
         (rubato.actors.envs.manager, "renderer_of"): renderer,
+        (rubato.actors.gateway.renderers, "renderer_of"): renderer,
+        (rubato.actors.gateway.session, "secrets"): DrawnSecrets(setup.seed),
     }
     return replaced(new | RARE)
 
@@ -156,11 +165,14 @@ class SeedJob:
             async with asyncio.TaskGroup() as tasks:
                 watch = tasks.create_task(self._watch(), name="watch")
                 await world.run(tasks)
+                playing = tasks.create_task(agents.play(world, self.monitor), name="agents") if self.setup.sessions else None
                 self.injector = Injector(world, self.faults, self.monitor)
                 async with asyncio.TaskGroup() as faults:
                     self.injector.start(faults)
                     await self._finished()
                 await world.settled()
+                if playing is not None:
+                    await self._left(playing)
                 await self._slots_free()
                 self._check()
                 async with asyncio.timeout(DRAIN_S):
@@ -176,6 +188,12 @@ class SeedJob:
     async def _finished(self) -> None:
         while self.world.ending is None:
             await self.world.moved.wait()
+
+    async def _left(self, playing: "asyncio.Task[None]") -> None:
+        """The job is over, and agents hear of it."""
+        _, running = await asyncio.wait((playing,), timeout=LEAVE_S)
+        if running:
+            self.monitor.fail("every request ends", f"agents still ask {LEAVE_S:g} s after the end of the job: {self.world.waiting()}")
 
     async def _slots_free(self) -> None:
         """The job is over: what still ran is cancelled, and nothing holds a decode slot or a place in a manager."""

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import msgspec
 
 from rubato.sim.simtest import mutations
+from rubato.sim.simtest import setup as setups
 from rubato.sim.simtest.faults import Fault
 from rubato.sim.simtest.run import Bench, SeedOutcome, faults_of, run
 
@@ -60,9 +61,11 @@ def minimised(bench: Bench, outcome: SeedOutcome) -> list[Fault]:
 
 
 def first_catch(bench: Bench, mutation: str, start: int, most: int, kinds: Sequence[str]) -> tuple[SeedOutcome | None, int]:
-    """The first of `most` seeds that breaks with the safeguard removed and holds with it, and how many were run."""
+    """The first of `most` seeds that breaks with the safeguard removed and holds with it, and how many were looked at."""
     for number in range(most):
         seed = start + number
+        if mutations.MUTATIONS[mutation].sessions and not setups.draw(seed).sessions:
+            continue
         faults = faults_of(seed, kinds)
         with mutations.applied(mutation):
             outcome = run(bench, seed, faults)

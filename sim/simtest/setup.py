@@ -20,6 +20,7 @@ from rubato.actors.engines.section import EngineSection, ScriptedSection
 from rubato.actors.engines.worker import EngineWorker
 from rubato.actors.envs.manager import EnvManager
 from rubato.actors.envs.section import EnvSection
+from rubato.actors.gateway.gateway import GatewaySection
 from rubato.actors.proxy.proxy import LLMProxy
 from rubato.actors.rewards.service import RewardService
 from rubato.actors.training.trainer import CheckpointSection
@@ -27,16 +28,27 @@ from rubato.runtime.actor import Actor
 from rubato.runtime.config import ActorSpec, Config
 from rubato.runtime.config.sections import BaseRoot
 from rubato.runtime.registry import role_of
-from rubato.sim.simtest.actors import SimBuffer, SimEngine, SimRewards, SimTrainer
+from rubato.sim.simtest.actors import SimBuffer, SimEngine, SimGateway, SimRewards, SimTrainer
 
 CLASSES: Mapping[str, type[Actor]] = {
     "sample_buffer": SimBuffer,
     "llm_proxy": LLMProxy,
     "engine": SimEngine,
     "env_manager": EnvManager,
+    "gateway": SimGateway,
     "reward_service": SimRewards,
     "trainer": SimTrainer,
 }
+
+
+SESSIONS_SHARE = 0.2
+"""Of the seeds, how many have a gateway, and agents from outside, in place of environment managers."""
+
+SESSIONS_STEPS = 0.6
+"""Of the steps that such a seed draws, how many it has: agents ask more often than environments step."""
+
+IDLE_S, QUEUE_S, WAIT_S = 4.0, 8.0, 15.0
+"""Limits of the gateway: shorter than most faults last."""
 
 
 class Setup(NamedTuple):
@@ -63,18 +75,27 @@ class Setup(NamedTuple):
     """α adapts, up to `alpha`."""
     tail: bool = False
     """Groups go by rounds, and not by `extra_rollouts`."""
+    sessions: bool = False
+    """Rollouts are played by agents from outside."""
+
+    @property
+    def managers(self) -> list[str]:
+        """What plays rollouts. A job has one gateway."""
+        return ["gateway-1"] if self.sessions else [f"env_manager-{i + 1}" for i in range(self.num_managers)]
 
     @property
     def names(self) -> list[str]:
         """Every process, the trainer last."""
         engines = [f"engine-{i + 1}" for i in range(self.num_engines)]
-        managers = [f"env_manager-{i + 1}" for i in range(self.num_managers)]
-        return ["sample_buffer-1", "llm_proxy-1", *engines, "reward_service-1", *managers, "trainer-1"]
+        return ["sample_buffer-1", "llm_proxy-1", *engines, "reward_service-1", *self.managers, "trainer-1"]
 
 
-def draw(seed: int) -> Setup:
+def draw(seed: int, *, sessions: bool | None = None) -> Setup:
+    """`sessions`: whether agents from outside play; else the seed says it."""
+    if sessions is None:
+        sessions = random.Random(f"{seed}/sessions").random() < SESSIONS_SHARE
     rng = random.Random(f"{seed}/setup")
-    return Setup(
+    drawn = Setup(
         seed=seed,
         steps=rng.randint(20, 24),
         alpha=rng.choice((0, 1, 1, 2, 3)),
@@ -93,14 +114,15 @@ def draw(seed: int) -> Setup:
         extra_rollouts=rng.choice((0, 0, 1, 2)),
         tail=rng.random() < 0.15,
     )
+    return drawn._replace(sessions=True, steps=int(SESSIONS_STEPS * drawn.steps)) if sessions else drawn
 
 
 def job(setup: Setup, configs: Mapping[str, Any]) -> Config:
     """What runs. However often an actor is hit, it is started again."""
-    specs = {role: ActorSpec.model_validate({"class": "sim", "count": 0, "restarts": 100_000}) for role in CLASSES}
     roles = [role_of(name) for name in setup.names]
-    specs = {role: spec.model_copy(update={"count": roles.count(role)}) for role, spec in specs.items()}
-    return Config(BaseRoot(actors=specs), CLASSES, configs, {})
+    classes = {role: actor for role, actor in CLASSES.items() if role in roles}
+    specs = {role: ActorSpec.model_validate({"class": "sim", "count": roles.count(role), "restarts": 100_000}) for role in classes}
+    return Config(BaseRoot(actors=specs), classes, configs, {})
 
 
 def configs(setup: Setup, model: Path) -> dict[str, Any]:
@@ -115,20 +137,22 @@ def configs(setup: Setup, model: Path) -> dict[str, Any]:
     rollout = RolloutSection(
         max_turns=2, max_new_tokens=3, max_len=64, generate_timeout_s=20.0, reward_timeout_s=10.0, put_timeout_s=60.0, hold_s=2.0
     )  # fmt: skip
+    manager = {
+        "env": EnvSection.model_validate(
+            {"class": "rubato.sim.simtest.toys:WalkEnv", "concurrency": setup.concurrency, "isolation": "inline"}
+        ),
+        "rollout": rollout,
+        "model": where,
+        "reward": reward,
+    }
     return {
         "sample_buffer": SimBuffer.Config(staleness=staleness, train=train, samples=samples, tail_batching=tail),
         "llm_proxy": LLMProxy.Config(),
         "engine": EngineWorker.Config(
             model=where, engine=EngineSection(kind="scripted", num_slots=setup.num_slots, max_len=64, stream_every=2, scripted=scripted)
         ),
-        "env_manager": EnvManager.Config(
-            env=EnvSection.model_validate(
-                {"class": "rubato.sim.simtest.toys:WalkEnv", "concurrency": setup.concurrency, "isolation": "inline"}
-            ),
-            rollout=rollout,
-            model=where,
-            reward=reward,
-        ),
+        "env_manager": EnvManager.Config(**manager),
+        "gateway": SimGateway.Config(**manager, gateway=GatewaySection(idle_s=IDLE_S, queue_s=QUEUE_S, wait_s=WAIT_S)),
         "reward_service": RewardService.Config(reward=reward),
         "trainer": SimTrainer.Config(
             model=where,

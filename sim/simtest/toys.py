@@ -41,7 +41,10 @@ class WalkEnv:
 
 
 class ToyScorer:
-    """Stands for Scorer, whose worker processes no virtual loop can start."""
+    """Stands for Scorer, whose worker processes no virtual loop can start. `asked` hears of what it scores."""
+
+    def __init__(self, asked: Callable[[Score], None] = lambda _: None) -> None:
+        self._asked = asked
 
     async def start(self) -> str:
         return ""
@@ -50,8 +53,22 @@ class ToyScorer:
         """Nothing is held."""
 
     async def score(self, requests: Sequence[Score]) -> list[Scores | NotScored]:
+        for request in requests:
+            self._asked(request)
         await asyncio.sleep(0.01)
         return [Scores((0.5 * (sum(map(len, request.completions)) % 2),)) for request in requests]
+
+
+class DrawnSecrets:
+    """Stands for the module `secrets`: what it names is on the bus, and a seed must replay."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = random.Random(f"{seed}/secrets")
+
+    def token_hex(self, num: int) -> str:
+        return self._rng.randbytes(num).hex()
+
+    token_urlsafe = token_hex
 
 
 class Checkpoint(msgspec.Struct):

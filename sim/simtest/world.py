@@ -16,7 +16,7 @@ from rubato.runtime.launch.agent import Hosting, JobOutcome, NodeAgent
 from rubato.runtime.messages import Progress
 from rubato.runtime.registry import role_of
 from rubato.runtime.store.store import StoreError
-from rubato.sim.simtest.actors import SimBuffer, SimEngine, SimKernel, SimTrainer
+from rubato.sim.simtest.actors import SimBuffer, SimEngine, SimGateway, SimKernel, SimRewards, SimTrainer
 from rubato.sim.simtest.blobs import SimBlobClient, SimBlobServer
 from rubato.sim.simtest.checks import CheckedMailbox, InvariantChecks
 from rubato.sim.simtest.journal import Log, Record
@@ -113,12 +113,13 @@ class World:
         await node.ended()
 
     def running(self) -> list[str]:
-        """Rollouts that managers play, and requests in engines, each with where it is."""
+        """Rollouts that managers play, what a gateway holds, and requests in engines, each with where it is."""
         found: list[str] = []
         for process in self.processes.values():
             actor: Any = process.actor
             if isinstance(actor, EnvManager):
                 found += [f"{name} in {process.name}" for name, _ in actor._running]  # pyright: ignore[reportPrivateUsage]
+                found += [f"{held} in {process.name}" for held in (actor.held() if isinstance(actor, SimGateway) else ())]
             elif isinstance(actor, EngineWorker):
                 found += [f"{name} in {process.name}" for name in actor.requests.running]
         return found
@@ -177,7 +178,7 @@ class World:
     def _equip(self, actor: Any, process: ActorProcess) -> None:
         if isinstance(actor, NodeAgent):
             self._agent = actor
-        if isinstance(actor, SimBuffer | SimEngine | SimTrainer):
+        if isinstance(actor, SimBuffer | SimEngine | SimGateway | SimRewards | SimTrainer):
             actor.monitor, actor.process = self.monitor, process
         if isinstance(actor, SimTrainer):
             actor.saving = self._saving

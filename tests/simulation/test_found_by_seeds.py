@@ -28,9 +28,10 @@ THEN = [kind for kind in DEFAULT if kind not in ("moves", "rank_lost")]
 """What seeds drew when they were found."""
 
 
-def without_rounds(seed):
-    """As the seed drew its job then."""
-    return setup.draw(seed)._replace(tail=False)
+def played(bench, seed, kinds, rounds=1):
+    """The job and the faults that the seed drew when it was found."""
+    then = setup.draw(seed, sessions=False)._replace(tail=False)
+    return run(bench, seed, faults_of(seed, kinds, rounds, setup=then), setup=then)
 
 
 class SlowLeases(MemoryStore):
@@ -147,7 +148,7 @@ def bench():
 
 def test_a_buffer_frozen_in_the_middle_of_a_write_to_the_ledger_leaves_one_line_per_end(bench):
     """Once "samples.jsonl has 138 lines for 132 ends". tests/unit/actors/samples/test_ledger.py stops a zombie at each such place."""
-    outcome = run(bench, 14330221, faults_of(14330221, [kind for kind in THEN if kind != "store_loss"]), setup=without_rounds(14330221))
+    outcome = played(bench, 14330221, [kind for kind in THEN if kind != "store_loss"])
 
     assert outcome.violation is None
 
@@ -162,7 +163,7 @@ def test_seeds_that_found_a_fault_with_a_store_that_forgets(bench, seed):
     incarnation drawn twice; a group that grew too old while it was being sealed, whose slot nobody freed; a zombie
     that took its name from a living successor; engines that held weights of which buffer and trainer knew nothing any more. And
     once a false alarm: a process that stood still as it started found its successor at its address, which no two processes share outside."""
-    outcome = run(bench, seed, faults_of(seed, THEN), setup=without_rounds(seed))
+    outcome = played(bench, seed, THEN)
 
     assert outcome.violation is None
 
@@ -171,7 +172,7 @@ def test_seeds_that_found_a_fault_with_a_store_that_forgets(bench, seed):
 def test_seeds_that_found_a_fault_with_three_times_the_faults(bench, seed):
     """Once: a checkpoint without the receipts of steps that its trainer's predecessor had claimed; a trainer that went by a version
     which the buffer had forgotten, and published nothing. And once a false alarm: α was lowered while the store was losing steps bound before."""
-    outcome = run(bench, seed, faults_of(seed, THEN, 3), setup=without_rounds(seed))
+    outcome = played(bench, seed, THEN, 3)
 
     assert outcome.violation is None
 
@@ -189,4 +190,4 @@ def test_a_seed_that_found_a_fault_with_moves_and_a_store_that_forgets(bench):
     the trainer, told of them by the buffer before, waited for a batch and never published again."""
     seed = 1795546250
 
-    assert run(bench, seed, faults_of(seed, DEFAULT), setup=setup.draw(seed)).violation is None
+    assert run(bench, seed, faults_of(seed, DEFAULT)).violation is None

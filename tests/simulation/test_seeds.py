@@ -2,15 +2,18 @@
 
 import pytest
 
-from rubato.sim.simtest import mutations
+from rubato.sim.simtest import mutations, setup
 from rubato.sim.simtest.faults import DEFAULT
 from rubato.sim.simtest.run import Bench, faults_of, run
 from rubato.sim.simtest.search import first_catch
 
 pytestmark = pytest.mark.slow
 
-SEEDS = (1, 7, 14)
+SEEDS = (3, 7, 14)
 """Nothing special about them: they run on every check, fresh ones in CI."""
+
+WITH_AGENTS = (0, 1)
+"""Nothing special either, but that agents from outside play them."""
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +30,22 @@ def test_every_invariant_holds_under_the_faults_of_a_seed(bench, seed):
     assert outcome.violation is None
     assert outcome.steps >= 20
     assert outcome.fired >= 3
+
+
+@pytest.mark.parametrize("seed", WITH_AGENTS)
+def test_every_invariant_holds_where_agents_from_outside_play(bench, seed):
+    outcome = run(bench, seed, faults_of(seed, DEFAULT), keep=True)
+
+    assert setup.draw(seed).sessions
+    assert outcome.violation is None
+    assert any("complete: 200" in line for line in outcome.lines)
+
+
+def test_a_job_with_agents_replays_to_the_last_answer(bench):
+    faults = faults_of(0, DEFAULT)
+    first, second = run(bench, 0, faults), run(bench, 0, faults)
+
+    assert (first.hash, first.events, first.virtual_s) == (second.hash, second.events, second.virtual_s)
 
 
 def test_more_rounds_bring_more_faults(bench):
@@ -67,6 +86,18 @@ def test_a_move_without_its_epoch_is_noticed(bench):
     assert outcome is not None
     assert outcome.violation is not None
     assert outcome.violation.invariant == "one engine per request"
+
+
+@pytest.mark.parametrize(
+    ("name", "invariant"),
+    [("branch", "a history is gone on with"), ("under_way", "scored as trained"), ("session_name", "tokens as sampled")],
+)
+def test_a_removed_safeguard_of_sessions_is_noticed(bench, name, invariant):
+    outcome, _ = first_catch(bench, name, start=0, most=60, kinds=mutations.MUTATIONS[name].faults or DEFAULT)
+
+    assert outcome is not None
+    assert outcome.violation is not None
+    assert outcome.violation.invariant == invariant
 
 
 @pytest.mark.parametrize("name", mutations.MUTATIONS)
