@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from secrets import token_hex
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -37,7 +38,7 @@ DIALECTS: Mapping[str, Dialect[Any]] = MappingProxyType(
 )
 """By path; each stands below a session's own path too."""
 
-Turns = Awaitable[tuple[Answer, ...]]
+Turns = Callable[[], Awaitable[tuple[Answer, ...]]]
 
 
 async def answer_in(dialect: Dialect[Any], session: Session, body: bytes, model: str) -> Any:
@@ -51,7 +52,7 @@ async def answer_in(dialect: Dialect[Any], session: Session, body: bytes, model:
         return dialect.counted(await session.count(ask))
     head = Head(token_hex(16), int(wall_s()), asked.model or model)
     if asked.streams:
-        return _streamed(dialect, asked, head, session.turns(ask))
+        return _streamed(dialect, asked, head, partial(session.turns, ask))
     return dialect.whole(asked, await session.turns(ask), head)
 
 
@@ -109,7 +110,7 @@ async def _stream(
 
 async def _told(turns: Turns) -> tuple[Answer, ...] | Error:
     try:
-        return await turns
+        return await turns()
     except (SessionOver, Refused) as error:
         return error
 

@@ -51,7 +51,7 @@ class Request:
     def undisturbed(self, since: float) -> bool:
         """Whether its server lived and ran at full speed since then."""
         process = self.process
-        return process.alive and not process.frozen and not process.slowness_s and process.thawed_at <= since
+        return process.alive and not process.frozen and not process.slowness_s and process.thawed_at < since
 
     def cut(self) -> None:
         """Its connection ends."""

@@ -2,11 +2,12 @@
 
 import asyncio
 import json
+from types import SimpleNamespace
 
 import pytest
 
 from rubato.actors.envs.recorder import GaveUp
-from rubato.actors.gateway.answering import BEAT_S
+from rubato.actors.gateway.answering import BEAT_S, DIALECTS, answer_in
 from rubato.actors.gateway.session import MOST_AT_ONCE, Ask, Refused
 from tests.scripted_sessions import app_of, refused_by_engine, scripted_session
 
@@ -106,6 +107,16 @@ def test_a_turn_ends_with_its_client(on_stage, path, after_s):
         assert len(session.forest.turns) == 1
 
     on_stage(play)
+
+
+def test_a_stream_whose_client_left_before_it_began_asks_nothing():
+    asked = []
+    session = SimpleNamespace(turns=asked.append)
+    body = json.dumps(BODIES["/v1/chat/completions"]).encode()
+
+    asyncio.run(answer_in(DIALECTS["/v1/chat/completions"], session, body, "m"))
+
+    assert asked == []
 
 
 def asks(session, **more):
