@@ -233,8 +233,7 @@ class Recorder:
             raise GaveUp("stale", f"age {age} after {len(self.texts)} turns; staleness.alpha is {policy.alpha}", retry=True)
 
     async def _ask_proxy(self, request: Generate) -> GenerateReply:
-        timeout_s = self._context.rollout.generate_timeout_s
-        loop = asyncio.get_running_loop()
+        timeout_s, loop = self._context.rollout.generate_timeout_s, asyncio.get_running_loop()
         began = loop.time()
         try:
             with self.waiting("generate", f"rollout.generate_timeout_s={timeout_s:g}", "llm_proxy"):
