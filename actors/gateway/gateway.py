@@ -110,6 +110,7 @@ class Gateway(EnvManager):
     role: ClassVar[str] = "gateway"
     provides: ClassVar[frozenset[str]] = frozenset({"env_manager"})
     least: ClassVar[int] = 0
+    most: ClassVar[int] = 1
 
     class Config(EnvManager.Config):
         gateway: GatewaySection = GatewaySection()

@@ -169,7 +169,8 @@ class Agent:
             return
         body: dict[str, Any] = {"answer": rng.choice(("", "a"))} if reward is None else {"reward": reward}
         if talk.is_sure and act != "during":
-            self._monitor.tokens.completes(talk.id, Expected(_path(talk, messages), tuple(talk.side), reward))
+            side = () if self._world.setup.trains_all else tuple(talk.side)
+            self._monitor.tokens.completes(talk.id, Expected(_path(talk, messages), side, reward))
         match act:
             case "during":
                 late = self._ask(talk, [*messages, _user("late e")], is_last=False)

@@ -77,6 +77,8 @@ class Setup(NamedTuple):
     """Groups go by rounds, and not by `extra_rollouts`."""
     sessions: bool = False
     """Rollouts are played by agents from outside."""
+    trains_all: bool = False
+    """Of a session, what led nowhere too."""
 
     @property
     def managers(self) -> list[str]:
@@ -92,8 +94,8 @@ class Setup(NamedTuple):
 
 def draw(seed: int, *, sessions: bool | None = None) -> Setup:
     """`sessions`: whether agents from outside play; else the seed says it."""
-    if sessions is None:
-        sessions = random.Random(f"{seed}/sessions").random() < SESSIONS_SHARE
+    of_sessions = random.Random(f"{seed}/sessions")
+    are_drawn, trains_all = of_sessions.random() < SESSIONS_SHARE, of_sessions.random() < 0.25
     rng = random.Random(f"{seed}/setup")
     drawn = Setup(
         seed=seed,
@@ -114,7 +116,9 @@ def draw(seed: int, *, sessions: bool | None = None) -> Setup:
         extra_rollouts=rng.choice((0, 0, 1, 2)),
         tail=rng.random() < 0.15,
     )
-    return drawn._replace(sessions=True, steps=int(SESSIONS_STEPS * drawn.steps)) if sessions else drawn
+    if sessions if sessions is not None else are_drawn:
+        return drawn._replace(sessions=True, trains_all=trains_all, steps=int(SESSIONS_STEPS * drawn.steps))
+    return drawn
 
 
 def job(setup: Setup, configs: Mapping[str, Any]) -> Config:
@@ -137,6 +141,7 @@ def configs(setup: Setup, model: Path) -> dict[str, Any]:
     rollout = RolloutSection(
         max_turns=2, max_new_tokens=3, max_len=64, generate_timeout_s=20.0, reward_timeout_s=10.0, put_timeout_s=60.0, hold_s=2.0
     )  # fmt: skip
+    gateway = GatewaySection(idle_s=IDLE_S, queue_s=QUEUE_S, wait_s=WAIT_S, train="all" if setup.trains_all else "main")
     manager = {
         "env": EnvSection.model_validate(
             {"class": "rubato.sim.simtest.toys:WalkEnv", "concurrency": setup.concurrency, "isolation": "inline"}
@@ -152,7 +157,7 @@ def configs(setup: Setup, model: Path) -> dict[str, Any]:
             model=where, engine=EngineSection(kind="scripted", num_slots=setup.num_slots, max_len=64, stream_every=2, scripted=scripted)
         ),
         "env_manager": EnvManager.Config(**manager),
-        "gateway": SimGateway.Config(**manager, gateway=GatewaySection(idle_s=IDLE_S, queue_s=QUEUE_S, wait_s=WAIT_S)),
+        "gateway": SimGateway.Config(**manager, gateway=gateway),
         "reward_service": RewardService.Config(reward=reward),
         "trainer": SimTrainer.Config(
             model=where,

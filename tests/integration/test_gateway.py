@@ -339,6 +339,12 @@ def test_a_gateway_that_is_killed_comes_back_where_its_clients_look_and_its_sess
     assert (lost.status_code, lost.json()["error"]["code"]) == (401, "invalid_api_key")
 
 
+def test_a_job_has_one_gateway(model):
+    """Its address is in one file."""
+    with pytest.raises(ConfigError, match="a job needs at most 1 gateway"):
+        from_mapping(read_yaml(SMALL.replace(MANAGER, GATEWAY)), [f"model.path={model}", "actors.gateway.count=2"])
+
+
 def test_a_gateway_and_environment_managers_are_refused_together(model):
     tree = read_yaml(SMALL.replace(MANAGER, f"{MANAGER}\n  {GATEWAY}"))
 
