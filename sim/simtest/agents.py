@@ -322,6 +322,7 @@ class Agent:
                 )
             self._world.record.asked(self._name, kind, "left")
             return request, None
+        reply = _ended_in_stream(reply) or reply
         self._world.record.asked(self._name, kind, str(reply.status))
         return request, reply
 
@@ -385,6 +386,15 @@ def _whole(body: bytes) -> list[tuple[str, bytes | None, bytes]]:
     told = msgspec.json.decode(body)
     prompt = _packed(told["prompt_token_ids"])
     return [(choice["message"]["content"], prompt, _packed(choice["token_ids"])) for choice in told["choices"]]
+
+
+def _ended_in_stream(reply: Reply) -> Reply | None:
+    """The error by which a stream ends that had begun, as the answer that it would have been before."""
+    found = next((line[6:] for line in reply.body.splitlines() if line.startswith(b'data: {"error"')), None)
+    if found is None:
+        return None
+    statuses = {"session_over": 410, "server_error": 503}
+    return Reply(statuses.get(msgspec.json.decode(found)["error"]["type"], 400), found)
 
 
 def _streamed(body: bytes) -> list[tuple[str, bytes | None, bytes]]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import rubato.actors.envs.manager
+import rubato.actors.gateway.answering
 import rubato.actors.gateway.renderers
 import rubato.actors.gateway.session
 import rubato.bus.link
@@ -38,6 +39,9 @@ LIMIT_S = 1200.0
 """Virtual seconds of a whole run."""
 
 DRAIN_S = 60.0
+
+BEAT_S = 0.05
+"""Between signs of life of a stream: many turns take longer."""
 
 LEAVE_S = 60.0
 """From the end of a job until agents from outside have heard of it."""
@@ -141,6 +145,7 @@ def settings(setup: Setup) -> replaced:
         (rubato.bus.link, "WINDOW_MESSAGES"): setup.window,
         (rubato.bus.link, "REGRANT_MESSAGES"): max(1, setup.window // 2),
         (rubato.actors.envs.manager, "renderer_of"): renderer,
+        (rubato.actors.gateway.answering, "BEAT_S"): BEAT_S,
         (rubato.actors.gateway.renderers, "renderer_of"): renderer,
         (rubato.actors.gateway.session, "secrets"): DrawnSecrets(setup.seed),
     }
