@@ -1,7 +1,7 @@
 """Agents that the job starts: one for each ticket, which plays the trajectory by requests to its environment manager.
 
-`env.agent` names it: an async function, a plain one, or a command. The environment's reset says what its task is; the reward is what the
-agent says, else what the environment's step says of its answer.
+`env.agent` names it: an async function, a plain one, or a command; where `env.sandbox` names one, each is a process in a sandbox. The
+environment's reset says what its task is; the reward is what the agent says, else what the environment's step says of its answer.
 """
 
 import asyncio
@@ -75,8 +75,6 @@ def check_host(config: Any) -> None:
     """Packages, and that something is at each agent's path. Raises ConfigError."""
     if importlib.util.find_spec("starlette") is None:
         raise ConfigError(f"{KEY} needs the package starlette: pip install -e '.[serve]'")
-    if config.env.sandbox != "none":
-        raise ConfigError(f"env.sandbox={config.env.sandbox} holds environments, and agents would run outside it. Leave out it, or {KEY}")
     own = {f"tasks.{name}.agent": task.agent for name, task in config.tasks.items()}
     for key, agent in ({KEY: config.env.agent} | own).items():
         if agent and not words_of(agent):
@@ -89,12 +87,18 @@ class Agents(RolloutHook):
     def __init__(self, manager: Actor, playing: Callable[[], Iterable[Rollout]]) -> None:
         super().__init__(manager, playing)
         self._server = SessionServer(manager.run.folder.name)
-        self._url = ""
+        self._port = 0
         self._listens = asyncio.Event()
         self._renderers = Renderers(manager.run.folder / manager.config.model.path, manager.offload)
         config: Any = manager.config
         named = {config.env.agent, *(task.agent for task in config.tasks.values())}
-        self._functions = {agent: load_configured(agent, key=KEY) for agent in named if agent and not words_of(agent)}
+        self._sandbox = None
+        if config.env.sandbox != "none":
+            from rubato.actors.gateway.sandboxed import AgentSandbox  # for jobs alone that have one
+
+            self._sandbox = AgentSandbox(config.env, self._server, lambda: self._port)
+        own = named if self._sandbox is None else ()  # in a sandbox all run as processes
+        self._functions = {agent: load_configured(agent, key=KEY) for agent in own if agent and not words_of(agent)}
         self._coroutines = Coroutines(self._blocked)
         self._blocking: set[str] = set()
         plugins.load(plugins.GUARD)()
@@ -102,7 +106,7 @@ class Agents(RolloutHook):
     async def run(self) -> None:
         """Serve until the manager ends."""
         listening = bind_listener("127.0.0.1", 0)
-        self._url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        self._port = listening.getsockname()[1]
         self._listens.set()
         try:
             await self._server.serve(listening)
@@ -119,7 +123,7 @@ class Agents(RolloutHook):
         session.begin(recorder)
         await self._listens.wait()
         self._server.add(session)
-        url, ticket = f"{self._url}/sessions/{session.id}", recorder.ticket
+        url, ticket = f"http://127.0.0.1:{self._port}/sessions/{session.id}", recorder.ticket
         told = AgentTask(
             url=url,
             base_url=f"{url}/v1",
@@ -154,11 +158,12 @@ class Agents(RolloutHook):
 
     async def _run(self, agent: str, told: AgentTask) -> Any:
         """What it returned, or said at its end."""
-        if words := words_of(agent):
-            return await run_command(words, told.variables, told.plain)
-        function = self._functions[agent]
-        if not inspect.iscoroutinefunction(function):
-            return await run_command(words_of(agent, plain=True), told.variables, told.plain)
+        function, sandbox = self._functions.get(agent), self._sandbox
+        if sandbox is not None:
+            words = words_of(agent, is_process=True)
+            return await run_command(words, told.variables, told.plain, start=sandbox.start, most_output=sandbox.most_output)
+        if function is None or not inspect.iscoroutinefunction(function):
+            return await run_command(words_of(agent, is_process=True), told.variables, told.plain)
         call = self._coroutines.begin(function(told), agent, copy_context())
         try:
             return await call.result(float("inf"))

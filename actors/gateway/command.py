@@ -1,6 +1,7 @@
-"""An agent that is a process: a command, or a plain function in a process of its own. `python -m rubato.actors.gateway.command TARGET`."""
+"""An agent that is a process: a command, or a function in a process of its own. `python -m rubato.actors.gateway.command TARGET`."""
 
 import asyncio
+import inspect
 import json
 import os
 import re
@@ -8,8 +9,9 @@ import shlex
 import signal
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,65 +31,98 @@ AFTER_S = 1.0
 """How long after an agent's end its outputs are read, which a process that it left may hold open."""
 
 
+PIPES: Mapping[str, Any] = {
+    "stdin": asyncio.subprocess.DEVNULL,
+    "stdout": asyncio.subprocess.PIPE,
+    "stderr": asyncio.subprocess.PIPE,
+    "start_new_session": True,
+}
+"""Of an agent's process."""
+
+Start = Callable[[Sequence[str], Mapping[str, str], Path], AbstractAsyncContextManager[asyncio.subprocess.Process]]
+"""The process of a command, with these variables beside others, and with a file that it reads."""
+
+
 class AgentEnded(Exception):
     """Without a result: how, as a part of a sentence."""
 
 
-def words_of(agent: str, *, plain: bool = False) -> list[str]:
-    """The words of a command; of a function none, unless it is a `plain` one, which runs in a process. Raises ValueError for an open quote."""
+def words_of(agent: str, *, is_process: bool = False) -> list[str]:
+    """The words of a command; of a function none, unless it `is_process`. Raises ValueError for an open quote."""
     if FILE_TARGET.fullmatch(agent) or MODULE_TARGET.fullmatch(agent):
-        return [sys.executable, "-m", "rubato.actors.gateway.command", agent] if plain else []
+        return [sys.executable, "-m", "rubato.actors.gateway.command", agent] if is_process else []
     return shlex.split(agent)
 
 
-async def run_command(words: Sequence[str], variables: Mapping[str, str], told: Mapping[str, Any]) -> Any:
+@asynccontextmanager
+async def start(words: Sequence[str], variables: Mapping[str, str], shown: Path) -> AsyncGenerator[asyncio.subprocess.Process]:
+    """In the working folder, with all of our variables."""
+    yield await asyncio.create_subprocess_exec(*words, env={**os.environ, **variables}, **PIPES)
+
+
+async def run_command(
+    words: Sequence[str], variables: Mapping[str, str], told: Mapping[str, Any], *, start: Start = start, most_output: int | None = None
+) -> Any:
     """What the process said at its end: the reward or the answer in the last line of JSON that it printed, else None.
 
-    RUBATO_TASK_FILE names a file with `told`. Raises AgentEnded where it can't be started, or ends with another code than 0. Whatever
-    ends this, the process and its group are killed.
+    RUBATO_TASK_FILE names a file with `told`. Raises AgentEnded where it can't be started, prints more than `most_output` bytes, or ends
+    with another code than 0. Whatever ends this, the process and its group are killed.
     """
     with tempfile.TemporaryDirectory(prefix="rubato-agent-") as place:
         file = Path(place, "task.json")
         file.write_text(json.dumps(told))
+        file.chmod(0o644)  # in a folder of our own: a sandbox that shows it may have another user id
         try:
-            process = await asyncio.create_subprocess_exec(
-                *words,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                env={**os.environ, **variables, TASK_FILE: str(file)},
-                start_new_session=True,
-            )
+            async with start(words, {**variables, TASK_FILE: str(file)}, file) as process:
+                out, err = await _heard(process, most_output)
         except OSError as error:
             raise AgentEnded(f"can't be started: {error.strerror}: {words[0]}") from error
-        out, err = _Tail(), _Tail()
-        async with asyncio.TaskGroup() as tasks:
-            reading = [tasks.create_task(tail.read(stream)) for tail, stream in ((out, process.stdout), (err, process.stderr))]
-            try:
-                await until_gone(process.pid)
-            finally:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-            ended = tasks.create_task(process.wait())  # which waits for its outputs too
-            await asyncio.wait((ended, *reading), timeout=AFTER_S)
-            for each in (ended, *reading):
-                each.cancel()
+    if out.is_flood or err.is_flood:
+        raise AgentEnded(f"printed more than {most_output:,} bytes")
     if process.returncode:
         raise AgentEnded(f"ended with {process.returncode}: {err.last_line or out.last_line or 'it said nothing'}")
     return _result_in(out.text)
 
 
-class _Tail:
-    """The last bytes of a stream."""
+async def _heard(process: asyncio.subprocess.Process, most_output: int | None) -> tuple["_Tail", "_Tail"]:
+    """Its outputs, once it has ended."""
+    kill = partial(_kill_group, process.pid)
+    out, err = _Tail(most_output, kill), _Tail(most_output, kill)
+    async with asyncio.TaskGroup() as tasks:
+        reading = [tasks.create_task(tail.read(stream)) for tail, stream in ((out, process.stdout), (err, process.stderr))]
+        try:
+            await until_gone(process.pid)
+        finally:
+            kill()
+        ended = tasks.create_task(process.wait())  # which waits for its outputs too
+        await asyncio.wait((ended, *reading), timeout=AFTER_S)
+        for each in (ended, *reading):
+            each.cancel()
+    return out, err
 
-    def __init__(self) -> None:
+
+def _kill_group(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+class _Tail:
+    """The last bytes of a stream; `on_flood` is called where it has more than `most`."""
+
+    def __init__(self, most: int | None, on_flood: Callable[[], None]) -> None:
         self._kept = bytearray()
+        self._num, self._most, self._on_flood = 0, most, on_flood
+        self.is_flood = False
 
     async def read(self, stream: asyncio.StreamReader | None) -> None:
         """To its end."""
         while stream is not None and (piece := await stream.read(TAIL)):
             self._kept += piece
             del self._kept[:-TAIL]
+            self._num += len(piece)
+            if self._most is not None and self._num > self._most:
+                self.is_flood = True
+                self._on_flood()
 
     @property
     def text(self) -> str:
@@ -114,6 +149,8 @@ def main(target: str) -> None:
     """Call the function at `target` with the task of RUBATO_TASK_FILE, and print what it returns as `run_command` reads it."""
     task = SimpleNamespace(**json.loads(Path(os.environ[TASK_FILE]).read_text()))
     said = load_configured(target, key="env.agent")(task)
+    if inspect.iscoroutine(said):
+        said = asyncio.run(said)
     print(json.dumps({"answer" if isinstance(said, str) else "reward": said}), flush=True)  # noqa: T201 - for run_command
 
 

@@ -62,6 +62,7 @@ class SessionServer:
         """`model` is what clients are given as its name. With `admin_key` one may ask for every session; without one, no key does."""
         self.admin_key = admin_key
         self._model = model
+        self._http: HttpServer | None = None
         self._sessions: dict[str, Session] = {}
         """By id, and those that run by key too."""
         self._over: OrderedDict[str, str] = OrderedDict()
@@ -71,8 +72,13 @@ class SessionServer:
         """Answer until cancelled; `opening` are further routes."""
         app = self._app(opening)
         quiet = {"lifespan": "off", "ws": "none", "log_config": None, "access_log": False, "proxy_headers": False}
-        config = uvicorn.Config(app, timeout_keep_alive=KEEP_ALIVE_S, **quiet)
-        await HttpServer(config).run_on(listening)
+        self._http = HttpServer(uvicorn.Config(app, timeout_keep_alive=KEEP_ALIVE_S, **quiet))
+        await self._http.run_on(listening)
+
+    async def answer_on(self, listening: socket.socket, most: int) -> None:
+        """While it serves, answer on one more socket, at most `most` connections at once, until cancelled."""
+        assert self._http is not None
+        await self._http.answer_on(listening, most)
 
     def add(self, session: Session) -> None:
         """It is asked from now on."""

@@ -10,7 +10,7 @@ from rubato.actors.gateway.command import AgentEnded, run_command, words_of
 @pytest.mark.parametrize("agent", ["my.agents:play", "mine.py:play", "/home/my files/mine.py:play", "../up/mine.py:Class.method"])
 def test_a_function_is_none_of_the_commands_unless_it_is_to_run_in_a_process(agent):
     assert words_of(agent) == []
-    assert words_of(agent, plain=True)[-1] == agent
+    assert words_of(agent, is_process=True)[-1] == agent
 
 
 @pytest.mark.parametrize(
