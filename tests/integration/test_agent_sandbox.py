@@ -18,7 +18,8 @@ from rubato.actors.gateway.sandboxed import MOST_CONNECTIONS, AgentSandbox
 from rubato.actors.gateway.server import SessionServer
 from rubato.bus.address import bind_listener
 from rubato.runtime.errors import ExitCode
-from tests.integration.test_agents import AGENTS, COMMAND
+from tests.chaos.test_kills import until
+from tests.integration.test_agents import AGENTS, COMMAND, lasting, managers_end
 from tests.integration.test_sandbox import marked
 from tests.jobs import SMALL, left_behind, rubato, write_model
 from tests.sandboxes import needs_bwrap
@@ -207,22 +208,37 @@ async def test_one_that_is_given_up_takes_along_all_that_it_started():
                 await asyncio.sleep(0.02)
 
 
-@pytest.mark.parametrize("agent", ["mine.py:answers", "mine.py:plain", "COMMAND"])
-def test_a_job_trains_an_agent_of_each_kind_in_sandboxes(tmp_path, agent):
+@pytest.fixture
+def job_place(tmp_path):
+    """Of a job whose agents and environments are in sandboxes."""
     (tmp_path / "mine.py").write_text(AGENTS)
     (tmp_path / "agents").mkdir()
     (tmp_path / "agents" / "agent.py").write_text(COMMAND)
     (tmp_path / "small.yaml").write_text(SMALL.replace("isolation: inline, ", "sandbox: bwrap, sandbox_read: [agents], "))
     write_model(tmp_path / "model")
-    agent = f"{sys.executable} {tmp_path}/agents/agent.py" if agent == "COMMAND" else agent
+    return tmp_path
+
+
+@pytest.mark.parametrize("agent", ["mine.py:answers", "mine.py:plain", "COMMAND"])
+def test_a_job_trains_an_agent_of_each_kind_in_sandboxes(job_place, agent):
+    agent = f"{sys.executable} {job_place}/agents/agent.py" if agent == "COMMAND" else agent
 
     ended = rubato(
-        "launch", "small.yaml", "--run-dir", "run", f"model.path={tmp_path / 'model'}", "env.class=mine.py:Echo", f"env.agent={agent}",
-        cwd=tmp_path,
+        "launch", "small.yaml", "--run-dir", "run", f"model.path={job_place / 'model'}", "env.class=mine.py:Echo", f"env.agent={agent}",
+        cwd=job_place,
     )  # fmt: skip
 
     assert ended.code == ExitCode.DONE, ended.out + ended.err
-    samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    samples = [json.loads(line) for line in (job_place / "run" / "samples.jsonl").read_text().splitlines()]
     used = Counter(line["fate"] for line in samples if line["fate"] in ("trained", "zero_spread"))
     assert used.total() == 2 * 4
-    assert left_behind(tmp_path) == []
+    assert left_behind(job_place) == []
+
+
+def test_agents_in_sandboxes_end_with_a_manager_that_is_killed(job_place):
+    agent = job_place / "agents" / "agent.py"
+    agent.write_text(COMMAND + "import time; time.sleep(3600)")
+
+    with lasting(job_place, f"env.agent={sys.executable} {agent}") as folder:
+        until(lambda: [line for line in left_behind(job_place) if line.startswith("bwrap ") and str(agent) in line], "agents that play")
+        managers_end(folder)

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -175,20 +176,37 @@ def test_a_task_may_have_an_agent_alone_beside_one_that_has_an_environment(place
     assert set(used) == {"own", "echo", "walk"}
 
 
-@pytest.fixture
-def job(place):
-    """The folder of a run of processes whose agents are commands that last, until the test ends."""
-    (place / "agent.py").write_text(COMMAND + "import time; time.sleep(3600)")
-    command = [sys.executable, "-m", "rubato.runtime.cli", "launch", "small.yaml", f"model.path={place / 'model'}"]
+@contextmanager
+def lasting(place, *arguments):
+    """The folder of a run of processes, until the block ends."""
+    command = [sys.executable, "-m", "rubato.runtime.cli", "launch", "small.yaml", f"model.path={place / 'model'}", "--run-dir", "run"]
     with (place / "said").open("wb") as said:
         launcher = subprocess.Popen(
-            [*command, "--run-dir", "run", f"env.agent={sys.executable} agent.py"],
-            cwd=place, env=clean_environment(), stdout=said, stderr=said, start_new_session=True,
-        )  # fmt: skip
-    yield place / "run"
-    launcher.send_signal(signal.SIGTERM)
-    launcher.wait(60)
+            [*command, *arguments], cwd=place, env=clean_environment(), stdout=said, stderr=said, start_new_session=True
+        )
+    try:
+        yield place / "run"
+    finally:
+        launcher.send_signal(signal.SIGTERM)
+        launcher.wait(60)
     assert left_behind(place) == []
+
+
+@pytest.fixture
+def job(place):
+    """Its agents are commands that last."""
+    (place / "agent.py").write_text(COMMAND + "import time; time.sleep(3600)")
+    with lasting(place, f"env.agent={sys.executable} agent.py") as folder:
+        yield folder
+
+
+def managers_end(folder: Path) -> None:
+    """Kill the manager, and return once it is back, and what it had started is gone."""
+    before = until(lambda: actors_of(folder).get("env_manager-1", {}).get("pid"), "the manager")
+    first = children_of(before)
+    os.kill(before, signal.SIGKILL)
+    until(lambda: actors_of(folder).get("env_manager-1", {}).get("pid") not in (None, before), "the manager's return")
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in first), "the end of its agents")
 
 
 def test_agents_end_with_a_manager_that_is_killed(job):
@@ -198,11 +216,7 @@ def test_agents_end_with_a_manager_that_is_killed(job):
         return [line for line in left_behind(job.parent) if "sleep(3600)" in line and line.endswith(place)]
 
     until(sleepers, "agents that play")
-    before = until(lambda: actors_of(job).get("env_manager-1", {}).get("pid"), "the manager")
-    first = children_of(before)
-    os.kill(before, signal.SIGKILL)
-    until(lambda: actors_of(job).get("env_manager-1", {}).get("pid") not in (None, before), "the manager's return")
-    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in first), "the end of its agents")
+    managers_end(job)
 
 
 def children_of(pid: int) -> list[int]:
