@@ -39,8 +39,8 @@ ROLLOUT_MESSAGES: Mapping[str, tuple[str, str]] = {"Survey": ("orchestrator", "r
 """The section of the actor that sends the message, and the hook that answers it."""
 
 ENV_WORKERS, GUARD = "rubato.actors.envs.pooled:EnvWorkers", "rubato.runtime.pool.guard:guard_children"
-ENV_COROUTINES = "rubato.actors.envs.coroutines:Coroutines"
-"""Paths for environments in processes of their own, for a user's in the manager's, and for those of them that are asynchronous."""
+ENV_COROUTINES, AGENT_SANDBOX = "rubato.actors.envs.coroutines:Coroutines", "rubato.actors.gateway.sandboxed:AgentSandbox"
+"""Paths for environments in processes of their own, for a user's in the manager's, for coroutines of theirs, and for agents in sandboxes."""
 
 REASONING, REASONING_HELD_OUT = "rubato.actors.envs.reasoning:ReasoningGymEnv", "rubato.actors.envs.reasoning:HELD_OUT"
 TEXTARENA, DATA_ROWS = "rubato.actors.envs.games:TextArenaEnv", "rubato.actors.data.datasets:data_rows"

@@ -94,9 +94,7 @@ class Agents(RolloutHook):
         named = {config.env.agent, *(task.agent for task in config.tasks.values())}
         self._sandbox = None
         if config.env.sandbox != "none":
-            from rubato.actors.gateway.sandboxed import AgentSandbox  # for jobs alone that have one
-
-            self._sandbox = AgentSandbox(config.env, self._server, lambda: self._port)
+            self._sandbox = plugins.load(plugins.AGENT_SANDBOX)(config.env, self._server, lambda: self._port)
         own = named if self._sandbox is None else ()  # in a sandbox all run as processes
         self._functions = {agent: load_configured(agent, key=KEY) for agent in own if agent and not words_of(agent)}
         self._coroutines = Coroutines(self._blocked)

@@ -47,7 +47,7 @@ ENDS = ["It holds the widget.", "It holds no widget."]
 
 
 def call(name, **arguments):
-    """As a model writes it, which is not how a client writes it again: by its numbers and its white space. The tokenizer has `widget` whole."""
+    """As a model writes it, and no client writes it again: by its numbers and its white space. The tokenizer has `widget` whole."""
     told = json.dumps(arguments, separators=(" ,", " : "))
     return f'<think>\nwhere is the widget?\n</think>\n\n<tool_call>\n{{"name" : "{name}" ,"arguments" : {told}}}\n</tool_call>'
 
