@@ -42,6 +42,9 @@ class CharRenderer:
     def next_turn(self, messages, transcript):
         return ids(self._lines(messages))
 
+    def encode(self, text):
+        return map(ord, text)
+
     def decode(self, sampled):
         return "".join(map(chr, array("i", sampled))).removesuffix(chr(END))
 
@@ -52,8 +55,10 @@ class CharRenderer:
 class ScriptedProxy:
     """Answers with the texts of `says`, in their order, and with the last one from then on; an exception among them is raised."""
 
-    def __init__(self, says):
+    def __init__(self, says, renderer):
         self.says = [*says]
+        self.encode = renderer.encode if isinstance(renderer, CharRenderer) else renderer._tokenizer._ids
+        self.end = renderer.stop_token_ids[0]
         self.asked = []
         self.goes_on = asyncio.Event()
         self.goes_on.set()
@@ -64,34 +69,34 @@ class ScriptedProxy:
         await self.goes_on.wait()
         if isinstance(text, Exception):
             raise text
-        tokens = [*map(ord, text)]
+        tokens = [*self.encode(text)]
         cut = tokens[: request.sampling.max_new_tokens]
         is_cut = len(tokens) > len(cut) or len(cut) == request.sampling.max_new_tokens
-        cut += [] if is_cut else [END]
+        cut += [] if is_cut else [self.end]
         logprobs = array("f", [-0.5] * len(cut)).tobytes()
         sampled = Tokens(array("i", cut).tobytes(), logprobs, (VersionSpan(VERSION, 0, len(cut)),))
         return Completion(request.request_id, sampled, "length" if is_cut else "stop", "engine-1")
 
 
-def scripted_session(*says, max_len=100_000):
-    """Within a loop that runs."""
+def scripted_session(*says, max_len=100_000, renderer=CharRenderer):
+    """Within a loop that runs; `renderer(tools)` has a token for each character that is written."""
 
-    async def renderer(tools):
-        return CharRenderer(tools)
+    async def rendered(tools):
+        return renderer(tools)
 
     async def offload(call):
         return call()
 
-    proxy = ScriptedProxy(says)
+    proxy = ScriptedProxy(says, renderer(()))
     context = RecorderContext(
         rollout=RolloutSection(max_len=max_len, max_new_tokens=4096),
         eval=EvalSection(),
-        renderer=CharRenderer(),
+        renderer=renderer(()),
         proxy=proxy,
         policy=lambda: PolicyState(VERSION, 1),
         waits=Waits(),
     )
-    session = Session(renderer, offload=offload, idle_s=600, max_len=max_len)
+    session = Session(rendered, offload=offload, idle_s=600, max_len=max_len)
     session.begin(Recorder(context, Ticket("t1", "g1", 1, 0, 1, VERSION)))
     session.proxy = proxy
     return session

@@ -1,11 +1,12 @@
 """OpenAI's chat completions: the body of a request, and an answer, whole or as server-sent events."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
 
 from rubato.actors.envs.hosting import is_plain
+from rubato.actors.gateway.calls import MOST_CALLS
 from rubato.actors.gateway.dialect import (
     MOST_STOPS,
     MOST_TOOLS,
@@ -20,7 +21,7 @@ from rubato.actors.gateway.dialect import (
     tool,
 )
 from rubato.actors.gateway.forest import MOST_MESSAGES
-from rubato.actors.gateway.session import MOST_AT_ONCE, MOST_CALLS, Answer, Ask
+from rubato.actors.gateway.session import MOST_AT_ONCE, Answer, Ask
 from rubato.bus.message import unpack_f32, unpack_i32
 
 NumTokens = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
@@ -58,25 +59,46 @@ class Asked(msgspec.Struct):
 
     @property
     def ask(self) -> Ask:
-        if self.tool_choice not in (None, "auto", "none"):
-            raise invalid("tool_choice", "only auto and none can be had")
         if self.top_logprobs:
             raise invalid("top_logprobs", "only the log-probability of the sampled token is there: leave it out")
         require_absent({"response_format": self.response_format}, plain=[{"type": "text"}])
         require_absent({"logit_bias": self.logit_bias, "functions": self.functions})
+        tools = tuple(_tool(told, f"tools[{at}]") for at, told in enumerate(self.tools or ()))
+        choice = self.tool_choice
+        if isinstance(choice, dict) and choice.get("type") == "function":  # {"type": "function", "function": {"name": …}}
+            choice = choice.get("function")
         return Ask(
             conversation(self.messages, "messages"),
-            tuple(_tool(told, f"tools[{at}]") for at, told in enumerate(self.tools or ())),
+            tools,
             self.max_completion_tokens or self.max_tokens,
             (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             self.n or 1,
-            most_calls(none=self.tool_choice == "none", parallel=self.parallel_tool_calls),
+            most_calls(none=choice == "none", parallel=self.parallel_tool_calls),
+            forced(choice, tools, any_of="required"),
         )
 
 
 def most_calls(*, none: bool, parallel: bool | None) -> int:
     """Of one turn. Where none is wanted tools are shown all the same, since the history before must stay what it was."""
     return 0 if none else 1 if parallel is False else MOST_CALLS
+
+
+def forced(choice: Any, tools: Sequence[Mapping[str, Any]], *, any_of: str) -> tuple[str, ...]:
+    """Names of the tools of which `choice` wants one to be called: all where it is `any_of`, else that of an object with a name.
+
+    Raises Refused for any other choice but auto and none.
+    """
+    if choice in (None, "auto", "none"):
+        return ()
+    names = tuple(told["function"]["name"] for told in tools)
+    name = choice.get("name") if isinstance(choice, dict) else None
+    if choice != any_of and not isinstance(name, str):
+        raise invalid("tool_choice", f"only auto, none, {any_of} and one function by its name can be had")
+    if name is not None and name not in names:
+        raise invalid("tool_choice", f"there is no tool {name[:80]} among those of the request")
+    if not names:
+        raise invalid("tool_choice", "without tools none can be called")
+    return names if name is None else (name,)
 
 
 def _tool(told: dict[str, Any], param: str) -> dict[str, Any]:

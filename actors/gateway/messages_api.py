@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from rubato.actors.gateway.chat_api import NumTokens, Stop, most_calls
+from rubato.actors.gateway.chat_api import NumTokens, Stop, forced, most_calls
 from rubato.actors.gateway.dialect import (
     MOST_STOPS,
     MOST_TOOLS,
@@ -66,8 +66,8 @@ class Asked(msgspec.Struct):
         require_absent({name: getattr(self, name) for name in ("output_format", "mcp_servers", "container")})
         require_absent({"output_config.format": (self.output_config or {}).get("format")})
         choice = self.tool_choice or {}
-        if choice.get("type", "auto") not in ("auto", "none"):
-            raise invalid("tool_choice", "only auto and none can be had")
+        kind = choice.get("type", "auto")
+        tools = tuple(_tool(each, f"tools[{at}]") for at, each in enumerate(self.tools or ()))
         told = [message for at, each in enumerate(self.messages) for message in _messages(each, f"messages[{at}]")]
         if told and told[-1]["role"] == "assistant":
             raise invalid("messages", "the conversation ends with the model's own turn: say something behind it")
@@ -75,10 +75,11 @@ class Asked(msgspec.Struct):
             told.insert(0, {"role": "system", "content": system})
         return Ask(
             conversation(told, "messages"),
-            tuple(_tool(each, f"tools[{at}]") for at, each in enumerate(self.tools or ())),
+            tools,
             self.max_tokens,
             tuple(self.stop_sequences or ()),
-            most_calls=most_calls(none=choice.get("type") == "none", parallel=choice.get("disable_parallel_tool_use") is not True),
+            most_calls=most_calls(none=kind == "none", parallel=choice.get("disable_parallel_tool_use") is not True),
+            forced=forced(choice if kind == "tool" else kind, tools, any_of="any"),
         )
 
 

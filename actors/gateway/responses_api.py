@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from rubato.actors.gateway.chat_api import NumTokens, most_calls
+from rubato.actors.gateway.chat_api import NumTokens, forced, most_calls
 from rubato.actors.gateway.dialect import (
     MOST_TOOLS,
     Error,
@@ -61,17 +61,19 @@ class Asked(msgspec.Struct):
     def ask(self) -> Ask:
         if self.previous_response_id:
             raise invalid("previous_response_id", "no response is kept under its id: send the whole conversation as input")
-        if self.tool_choice not in (None, "auto", "none"):
-            raise invalid("tool_choice", "only auto and none can be had")
         require_absent({name: getattr(self, name) for name in ("conversation", "prompt", "background", "top_logprobs")})
         require_absent({"text.format": (self.text or {}).get("format")}, plain=[{"type": "text"}])
         items: list[dict[str, Any]] = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
         told = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        tools, choice = tuple(_tools(self.tools or ())), self.tool_choice
+        if isinstance(choice, dict) and choice.get("type") != "function":
+            raise invalid("tool_choice", "of objects only that of a function can be had")
         return Ask(
             conversation(_one_system([*told, *_messages(items)]), "input"),
-            tuple(_tools(self.tools or ())),
+            tools,
             self.max_output_tokens,
-            most_calls=most_calls(none=self.tool_choice == "none", parallel=self.parallel_tool_calls),
+            most_calls=most_calls(none=choice == "none", parallel=self.parallel_tool_calls),
+            forced=forced(choice, tools, any_of="required"),
         )
 
     @property

@@ -1,11 +1,8 @@
 """One session: a trajectory whose turns an agent asks for by itself, over HTTP, until it is complete, or over otherwise."""
 
 import asyncio
-import json
-import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -13,12 +10,12 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from rubato.actors.envs.chat import TOKEN_BYTES, Renderer
-from rubato.actors.envs.hosting import is_plain
 from rubato.actors.envs.recorder import GaveUp, Recorder
+from rubato.actors.envs.templates import RenderError
+from rubato.actors.gateway.calls import MOST_CALLS, Said, opening_of, said_in
 from rubato.actors.gateway.forest import Ended, Forest, Message, Place, Turn
 from rubato.actors.messages.generation import Completion, Sampling
 from rubato.actors.messages.samples import flaw_of_reward
-from rubato.bus.message import well_formed
 from rubato.runtime.errors import first_cause
 
 OverCode = Literal["stale", "expired", "complete", "cancelled", "failed"]
@@ -29,9 +26,6 @@ MOST_TURNS = 4096
 MOST_AT_ONCE = 64
 """Requests of one session that are under way."""
 
-MOST_CALLS = 128
-"""Of one turn; further ones stay text."""
-
 KEY_PREFIX = "rbt-"
 """Of sessions' keys."""
 
@@ -40,9 +34,6 @@ SHORT = 16 * 1024
 
 Offload = Callable[..., Any]
 """The actor's."""
-
-CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
-THOUGHT = re.compile(r"\A\s*(?:<think>)?(.*?)</think>\s*", re.DOTALL)
 
 
 class SessionOver(Exception):
@@ -80,6 +71,8 @@ class Ask(NamedTuple):
     """Answers, each a turn of its own behind the same history."""
     most_calls: int = MOST_CALLS
     """Of tools, in one turn; what is beyond them stays text."""
+    forced: tuple[str, ...] = ()
+    """Tools of which the turn is made to begin with a call of one."""
 
 
 class AskTokens(NamedTuple):
@@ -95,33 +88,21 @@ class AskTokens(NamedTuple):
     n: int = 1
 
 
-class Call(NamedTuple):
-    """One call of a tool."""
+class Prompt(NamedTuple):
+    """What a turn is sampled behind."""
 
-    id: str
-    name: str
-    arguments: str
-    """A JSON object, as it was sampled."""
-
-
-class Said(NamedTuple):
-    """The parts of a turn."""
-
-    content: str
-    reasoning: str
-    calls: tuple[Call, ...]
+    place: Place
+    shown: bytes
+    """Token ids that are new behind the place."""
+    opening: bytes = b""
+    """Those at their end that begin the turn itself."""
+    decode: Callable[[bytes], str] = str
+    """The text of ids; of a prompt with an opening."""
 
     @property
-    def message(self) -> dict[str, Any]:
-        """As chat completions have it."""
-        told: dict[str, Any] = {"role": "assistant", "content": self.content if self.content or not self.calls else None}
-        if self.reasoning:
-            told["reasoning_content"] = self.reasoning
-        if self.calls:
-            told["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}} for call in self.calls
-            ]
-        return told
+    def num(self) -> int:
+        """Tokens of all that is before the turn's first sampled one."""
+        return (self.place.before.end if self.place.before else 0) + len(self.shown) // TOKEN_BYTES
 
 
 @dataclass(frozen=True)
@@ -184,6 +165,8 @@ class Session:
         self._quiet.set()
         self._num_asked = 0
         self._num_choices = 0
+        self._forced: tuple[Any, bytes] | None = None
+        """Which call was forced last, and how it begins."""
 
     @property
     def recorder(self) -> Recorder:
@@ -251,58 +234,70 @@ class Session:
         """Tokens that the prompt of such a request has. Raises SessionOver and Refused."""
         self._check_open()
         try:
-            place, shown = await self._placed(ask)
+            return (await self._prompt(ask)).num
         except ValueError as error:
             raise Refused(400, "invalid_request_error", str(error)) from error
         finally:
             self._heard()
-        return _num_tokens(place, shown)
 
     async def _turns(self, ask: Ask | AskTokens) -> tuple[Answer, ...]:
-        place, shown = await self._placed(ask)
-        num = _num_tokens(place, shown)
-        if num >= self._max_len:
+        prompt = await self._prompt(ask)
+        if prompt.num >= self._max_len:
             raise Refused(
-                400, "context_length_exceeded", f"the conversation has {num} tokens, and rollout.max_len leaves none for an answer"
+                400, "context_length_exceeded", f"the conversation has {prompt.num} tokens, and rollout.max_len leaves none for an answer"
             )
         if ask.n == 1:
-            return (await self._turn(ask, place, shown, num),)
+            return (await self._turn(ask, prompt),)
         self._num_choices += 1
         choice = self._num_choices
         try:
             async with asyncio.TaskGroup() as tasks:
-                turns = [tasks.create_task(self._turn(ask, place, shown, num, choice)) for _ in range(ask.n)]
+                turns = [tasks.create_task(self._turn(ask, prompt, choice)) for _ in range(ask.n)]
         except BaseExceptionGroup as group:
             raise first_cause(group) from None
         return tuple(turn.result() for turn in turns)
 
-    async def _placed(self, ask: Ask | AskTokens) -> tuple[Place, bytes]:
-        """Where it goes on, and the token ids that are new behind that."""
+    async def _prompt(self, ask: Ask | AskTokens) -> Prompt:
+        """Raises ValueError."""
         if isinstance(ask, AskTokens):
             place = self.forest.place_tokens(ask.prompt)
-            return place, ask.prompt[place.before.end * TOKEN_BYTES if place.before else 0 :]
+            return Prompt(place, ask.prompt[place.before.end * TOKEN_BYTES if place.before else 0 :])
         renderer = await self._renderer(ask.tools)
+        opening = await self._opening(renderer, ask) if ask.forced else b""
         place = self.forest.place(ask.messages, ask.tools)
         size = sum(map(len, place.meanings[len(ask.messages) - len(place.new) :]))
         render = partial(_shown, renderer, place.before, place.new)
-        return place, render() if size <= SHORT else await self._offload(render)
+        shown = render() if size <= SHORT else await self._offload(render)
+        return Prompt(place, shown + opening, opening, renderer.decode)
 
-    async def _turn(self, ask: Ask | AskTokens, place: Place, shown: bytes, num: int, choice: int = 0) -> Answer:
-        """One turn behind `num` tokens."""
-        recorder = self.recorder
-        transcript = self.forest.opened(place, shown, alone=choice > 0)
+    async def _opening(self, renderer: Renderer, ask: Ask) -> bytes:
+        key = ask.tools, ask.forced
+        if self._forced is None or self._forced[0] != key:
+            try:
+                self._forced = key, await self._offload(partial(opening_of, renderer, ask.forced))
+            except RenderError as error:
+                raise ValueError(f"tool_choice: a call can't be forced here, since {error}. Leave it at auto") from error
+        return self._forced[1]
+
+    async def _turn(self, ask: Ask | AskTokens, asked: Prompt, choice: int = 0) -> Answer:
+        """One turn."""
+        recorder, place = self.recorder, asked.place
+        transcript = self.forest.opened(place, asked.shown, alone=choice > 0)
         if is_new := transcript not in recorder.transcripts:
             recorder.transcripts.append(transcript)
         prompt = transcript.prompt
         try:
-            text, completion = await recorder.complete(transcript, self._sampling(ask, self._max_len - num))
+            text, completion = await recorder.complete(transcript, self._sampling(ask, self._max_len - asked.num))
         except BaseException:  # or its client left: asked again, the turn goes on from where this one did
             if is_new:
                 recorder.transcripts.remove(transcript)
             else:
                 self.forest.withdrawn(place, transcript)
             raise
-        text, stop = _up_to(text, ask.stop if completion.finish_reason == "stop" else ())
+        begun = asked.decode(asked.opening) if asked.opening else ""
+        if begun:
+            text = recorder.texts[-1] = asked.decode(asked.opening + completion.tokens.ids)
+        text, stop = _up_to(text, ask.stop if completion.finish_reason == "stop" else (), len(begun))
         most_calls = ask.most_calls if isinstance(ask, Ask) and ask.tools else 0
         said = said_in(text, len(self.forest.turns), most_calls=most_calls)
         self._check_open()
@@ -389,42 +384,7 @@ def _shown(renderer: Renderer, before: Turn | None, new: Sequence[Message]) -> b
     return renderer.next_turn(messages, Ended(before))
 
 
-def _num_tokens(place: Place, shown: bytes) -> int:
-    return (place.before.end if place.before else 0) + len(shown) // TOKEN_BYTES
-
-
-def _up_to(text: str, stop: Sequence[str]) -> tuple[str, str]:
-    """The text before the first of `stop` that is in it, and that; the whole without one."""
-    at, found = min(((at, each) for each in stop if (at := text.find(each)) >= 0), default=(len(text), ""))
+def _up_to(text: str, stop: Sequence[str], begin: int) -> tuple[str, str]:
+    """The text before the first of `stop` that is in it from `begin` on, and that; the whole without one."""
+    at, found = min(((at, each) for each in stop if (at := text.find(each, begin)) >= 0), default=(len(text), ""))
     return text[:at], found
-
-
-def said_in(text: str, number: int, *, most_calls: int = MOST_CALLS) -> Said:
-    """The parts of the session's turn `number`, in the form of Hermes and Qwen, with so many calls at most. What is none stays text, for
-    the agent to see.
-    """
-    reasoning = ""
-    if thought := THOUGHT.match(text):
-        reasoning, text = thought[1].strip(), text[thought.end() :]
-    calls, rest, at = list[Call](), list[str](), 0
-    for found in CALL.finditer(text) if most_calls else ():
-        call = _call(found[1])
-        if call is None or len(calls) == most_calls:
-            continue
-        rest.append(text[at : found.start()])
-        at = found.end()
-        calls.append(Call(f"call_{number}_{len(calls)}", *call))
-    rest.append(text[at:])
-    content = "".join(rest)
-    return Said(content.strip() if calls else content, reasoning, tuple(calls))
-
-
-def _call(text: str) -> tuple[str, str] | None:
-    """Name and arguments of a call, where `text` is one."""
-    with suppress(ValueError, RecursionError):
-        told = json.loads(text)
-        if isinstance(told, dict) and isinstance(name := told.get("name"), str):
-            arguments = told.get("arguments", {})
-            if isinstance(arguments, dict) and is_plain(arguments):
-                return well_formed(name), well_formed(json.dumps(arguments, ensure_ascii=False, allow_nan=False))
-    return None

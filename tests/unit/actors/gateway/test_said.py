@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from rubato.actors.gateway.session import MOST_CALLS, said_in
+from rubato.actors.gateway.calls import MOST_CALLS, said_in
 
 ADD = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": {"c": 3}}}\n</tool_call>'
 
