@@ -356,7 +356,7 @@ class EnvManager(plugins.Hooked[RolloutHook], Actor):
         self.metrics.count("rollout/finished")
         self.metrics.observe("rollout/turns", trajectory.turns)
         self.metrics.observe("rollout/wall_s", trajectory.wall_s)
-        if not await self._deliver(Put(trajectory)):
+        if await self._deliver(Put(trajectory)) is None:
             await self._deliver(rollout.recorder.given_up("dead_letter", retry=True))
 
     async def _cancelled(self, rollout: Rollout, end: GaveUp) -> None:
@@ -389,8 +389,8 @@ class EnvManager(plugins.Hooked[RolloutHook], Actor):
     def _new_records(self) -> dict[str, RolloutRecord]:
         return {name: RolloutRecord(task.env, self._log) for name, task in self._tasks.items()}
 
-    async def _deliver(self, request: Put | GiveUp) -> bool:
-        """Ask until it is acknowledged: only then does this actor let go of the trajectory. False where it became a dead letter."""
+    async def _deliver(self, request: Put | GiveUp) -> str | None:
+        """Ask until it is acknowledged, by its fate: only then does this actor let go of the trajectory. None where it became a dead letter."""
         loop = asyncio.get_running_loop()
         until = loop.time() + self._limits.put_timeout_s
         ticket = request.trajectory.ticket if isinstance(request, Put) else request.ticket
@@ -405,15 +405,15 @@ class EnvManager(plugins.Hooked[RolloutHook], Actor):
                     failed += isinstance(error, Failed)
                     if failed >= DELIVERIES:
                         await self._keep_dead_letter(ticket, type(request).__name__, str(error))
-                        return False
+                        return None
                     if loop.time() >= until:
                         self.log.error("not_delivered", trajectory=ticket.trajectory_id, error=str(error))
-                        return True
+                        return "not_delivered"
                     await asyncio.sleep(PAUSE_S * 4**failed)
                 else:
                     self._policy = stored.policy
                     self._aside |= stored.aside
-                    return True
+                    return stored.fate
 
     async def _keep_dead_letter(self, ticket: Ticket, request: str, error: str) -> None:
         letter = {"trajectory_id": ticket.trajectory_id, "attempt": ticket.attempt, "holder": self.name}

@@ -65,8 +65,8 @@ class Recorder:
     """One trajectory while it is made. A driver opens a context, lets the policy speak in it, and shows it what comes between.
 
     The token ids, log-probabilities and versions are those that engines sent: nothing is tokenised again. A trajectory may have
-    several contexts, each of which becomes a segment, and their turns may be generated at once. `reward`, `info`, `num_invalid` and
-    `truncated` are the driver's to write.
+    several contexts, each of which becomes a segment, and their turns may be generated at once. `reward` and further `parts` of it by name,
+    `info`, `num_invalid` and `truncated` are the driver's to write.
     """
 
     def __init__(self, context: RecorderContext, ticket: Ticket) -> None:
@@ -75,6 +75,7 @@ class Recorder:
         self.texts: list[str] = []
         """Text of each turn that is over."""
         self.reward = 0.0
+        self.parts: dict[str, float] = {}
         self.info: dict[str, Any] = {}
         self.num_invalid = 0
         self.truncated = False
@@ -198,7 +199,7 @@ class Recorder:
         """The scored trajectory, which began at the loop's time `began`. Raises GaveUp where it can't be scored."""
         loop = asyncio.get_running_loop()
         asked = loop.time()
-        scores = {"env": self.reward, **await self._score()}
+        scores = {"env": self.reward, **self.parts, **await self._score()}
         now = loop.time()
         return msgspec.structs.replace(
             self._trajectory(), reward=sum(scores.values()), scores=scores, wall_s=now - began, reward_s=now - asked

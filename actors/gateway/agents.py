@@ -22,7 +22,7 @@ from rubato.actors.envs.rollout import EnvDriver, Rollout, RolloutContext, Rollo
 from rubato.actors.gateway.command import AgentEnded, run_command, words_of
 from rubato.actors.gateway.renderers import Renderers
 from rubato.actors.gateway.server import SessionServer
-from rubato.actors.gateway.session import Refused, Session, SessionOver
+from rubato.actors.gateway.session import Ending, Refused, Session, SessionOver
 from rubato.bus.address import bind_listener
 from rubato.runtime.actor import Actor
 from rubato.runtime.errors import ConfigError, first_cause
@@ -213,6 +213,6 @@ def _complete(session: Session, said: Any) -> None:
         raise AgentEnded(f"returned {type(said).__name__}: an agent returns its reward, its answer as a text, or None")
     reward, answer = (None, said) if isinstance(said, str | None) else (float(said), None)
     try:
-        session.complete(reward, answer)
+        session.complete(Ending(reward=reward, answer=answer))
     except Refused as refused:
         raise AgentEnded(f"said a {refused}") from refused

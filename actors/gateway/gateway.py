@@ -31,6 +31,7 @@ from rubato.actors.envs.section import EnvSection
 from rubato.actors.gateway.renderers import Renderers
 from rubato.actors.gateway.server import Answering, SessionServer, body_of, decoded, until_gone
 from rubato.actors.gateway.session import Refused, Session
+from rubato.actors.messages.samples import GiveUp, Put
 from rubato.bus.address import BadAddress, bind_listener, host_port, spelt
 from rubato.runtime.config import Config as Job
 from rubato.runtime.config import Section
@@ -240,11 +241,21 @@ class Gateway(EnvManager):
             queue_s=self._section.queue_s,
             trains_all=self._section.train == "all",
             max_len=context.rollout.max_len,
+            score_names=context.score_names,
         )
         session.begin(recorder)
         self._server.add(session)
         opening.set_result(Opened(session, observation, context.host.declared.get(TOOLS, ())))
         return session
+
+    async def _deliver(self, request: Put | GiveUp) -> str | None:
+        """Its session's agent hears of the fate."""
+        fate = await super()._deliver(request)
+        ticket = request.trajectory.ticket if isinstance(request, Put) else request.ticket
+        running = self._running.get((ticket.trajectory_id, ticket.attempt))
+        if running is not None and isinstance(driver := running.rollout.driver, OutsideDriver) and driver.session is not None:
+            driver.session.fate = fate
+        return fate
 
     async def _run(self, running: Any) -> None:
         driver: OutsideDriver = running.rollout.driver

@@ -1,6 +1,6 @@
 """The HTTP room of sessions: requests of agents, each for the session that its path or its key names.
 
-    POST /sessions/{id}/complete     {"reward"?, "answer"?, "error"?} → {"session_id", "segments"}
+    POST /sessions/{id}/complete     {"reward"?, "rewards"?, "answer"?, "error"?} → {"session_id", "fate"?, "segments", "unused"}
     GET  /sessions/{id}              its transcripts: token ids, masks, versions
     POST /v1/chat/completions        with the session's key, or below /sessions/{id}
     GET  /v1/models
@@ -15,16 +15,15 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
 import uvicorn
 
-from rubato.actors.envs.recorder import GaveUp
 from rubato.actors.gateway.answering import DIALECTS, answer_in, refusal
 from rubato.actors.gateway.dialect import Dialect, Error, openai_error
 from rubato.actors.gateway.http_server import HttpServer
-from rubato.actors.gateway.session import KEY_PREFIX, OverCode, Refused, Session, SessionOver
+from rubato.actors.gateway.session import KEY_PREFIX, Ending, OverCode, Refused, Session, SessionOver, check_ending
 from rubato.bus.message import unpack_i32
 from rubato.runtime.errors import first_cause
 
@@ -46,13 +45,13 @@ OVER_KEPT = 4096
 """Sessions that are over of which is still known why."""
 
 
-class Ending(msgspec.Struct):
-    """Body of POST /sessions/{id}/complete."""
+class Over(NamedTuple):
+    """What is still known of a session that is over."""
 
-    reward: float | None = None
-    answer: str | None = None
-    """What the environment scores, in place of the last turn's text, where there is no reward."""
-    error: str | None = None
+    code: OverCode
+    ending: Ending | None
+    told: dict[str, Any]
+    """What its agent was answered to that."""
 
 
 class SessionServer:
@@ -65,8 +64,8 @@ class SessionServer:
         self._http: HttpServer | None = None
         self._sessions: dict[str, Session] = {}
         """By id, and those that run by key too."""
-        self._over: OrderedDict[str, str] = OrderedDict()
-        """Id and key of those that are over → why."""
+        self._over: OrderedDict[str, Over] = OrderedDict()
+        """By id and key."""
 
     async def serve(self, listening: socket.socket, *opening: Any) -> None:
         """Answer until cancelled; `opening` are further routes."""
@@ -88,7 +87,7 @@ class SessionServer:
         """It is over, and the sample buffer has its end."""
         for name in (session.id, session.key):
             self._sessions.pop(name, None)
-            self._over[name] = session.over or "cancelled"
+            self._over[name] = Over(session.over or "cancelled", session.ending, session.told)
         while len(self._over) > 2 * OVER_KEPT:
             self._over.popitem(last=False)
         session.settle()
@@ -115,14 +114,16 @@ class SessionServer:
             yield "/sessions/{id}" + path, endpoint
 
     async def _complete(self, request: "Request") -> Any:
-        session = self._session_of(request)
+        over = self._over.get(_name_of(request))
+        session = None if over else self._session_of(request)
         ending = decoded(await body_of(request), Ending)
-        if ending.error is not None:
-            session.fail(GaveUp("agent_failed", ending.error[:2000]))
-        else:
-            session.complete(ending.reward, ending.answer)
-        await session.settled()
-        return {"session_id": session.id, "segments": len(session.recorder.transcripts)}
+        if session is not None:
+            session.complete(ending)
+            return await session.settled()
+        if over is None or over.ending is None:
+            raise SessionOver(over.code if over else "cancelled")
+        check_ending(ending, over.ending)
+        return over.told
 
     async def _show(self, request: "Request") -> Any:
         session = self._session_of(request)
@@ -163,10 +164,10 @@ class SessionServer:
         Clients send a key of some kind in any case: below a session's path only one of another session is refused.
         """
         key = _key_of(request)
-        name = request.path_params.get("id", key)
+        name = _name_of(request)
         session = self._sessions.get(name)
         if session is None and (over := self._over.get(name)) is not None:
-            raise SessionOver(cast("OverCode", over))
+            raise SessionOver(over.code)
         if session is None or (key.startswith(KEY_PREFIX) and key != session.key):
             raise Refused(401, "invalid_api_key", "no session has this key")
         return session
@@ -193,6 +194,11 @@ class Answering:
 def _key_of(request: "Request") -> str:
     headers = request.headers
     return headers.get("x-api-key") or headers.get("Authorization", "").removeprefix("Bearer ")
+
+
+def _name_of(request: "Request") -> str:
+    """Id or key of the session that is meant."""
+    return request.path_params.get("id") or _key_of(request)
 
 
 def decoded(body: bytes, kind: type[BodyT]) -> BodyT:

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from rubato.actors.config import RESERVED_SCORES
 from rubato.actors.envs.chat import TOKEN_BYTES, Renderer
 from rubato.actors.envs.recorder import GaveUp, Recorder
 from rubato.actors.envs.templates import RenderError
@@ -23,8 +24,17 @@ OverCode = Literal["stale", "expired", "complete", "cancelled", "failed"]
 MOST_TURNS = 4096
 """Of one session."""
 
+MOST_PARTS = 32
+"""Of a reward."""
+
+LONGEST_NAME = 64
+"""Characters of one's name."""
+
 MOST_AT_ONCE = 64
 """Requests of one session that are under way."""
+
+MOST_ERROR = 2000
+"""Characters of an agent's own words on why it failed."""
 
 KEY_PREFIX = "rbt-"
 """Of sessions' keys."""
@@ -58,6 +68,23 @@ class Refused(Exception):
     def kind(self) -> str:
         """As OpenAI's API sorts errors."""
         return "server_error" if self.status >= 500 else "invalid_request_error"
+
+
+class Ending(msgspec.Struct, frozen=True):
+    """How an agent ends its session; the body of POST /sessions/{id}/complete."""
+
+    reward: float | None = None
+    rewards: dict[str, float] | None = None
+    """In its place its parts, by name."""
+    answer: str | None = None
+    """What the environment scores, in place of the last turn's text, where there is no reward."""
+    error: str | None = None
+    """There is no trajectory, and why."""
+
+    @property
+    def total(self) -> float | None:
+        """The reward, if it has one."""
+        return self.reward if self.rewards is None else sum(self.rewards.values())
 
 
 class Ask(NamedTuple):
@@ -138,14 +165,16 @@ class Session:
         max_len: int,
         queue_s: float | None = None,
         trains_all: bool = False,
+        score_names: Sequence[str] = (),
     ) -> None:
         """`renderer(tools)` is an awaitable of the renderer for these tools. Without a request for `idle_s` the session expires, with None it
         does not; a turn takes at most `queue_s`, and a context has at most `max_len` tokens.
-        `trains_all`: contexts that did not lead to the last turn are trained too.
+        `trains_all`: contexts that did not lead to the last turn are trained too. `score_names` are those of reward functions.
         """
         self.id, self.key = secrets.token_hex(12), f"{KEY_PREFIX}{secrets.token_urlsafe(24)}"
         self.forest = Forest()
         self._trains_all = trains_all
+        self._taken = RESERVED_SCORES.union(score_names)
         self.over: OverCode | None = None
         self.metadata: Any = None
         self.rewarded = False
@@ -155,6 +184,12 @@ class Session:
         self._renderer, self._offload, self._idle_s, self._queue_s, self._max_len = renderer, offload, idle_s, queue_s, max_len
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._settled = asyncio.Event()
+        self.ending: Ending | None = None
+        """The one that counts, of an agent that ended it."""
+        self.fate: str | None = None
+        """What the sample buffer says of it: empty while it may train."""
+        self.num_unused = 0
+        """Contexts that are not trained, since they did not lead to the last turn."""
         self._recorder: Recorder | None = None
         self._expires: asyncio.Timeout | None = None
         self._asking = 0
@@ -195,7 +230,8 @@ class Session:
         if not self.forest.turns:
             raise GaveUp("agent_idle", "the session was completed without a turn")
         if not self._trains_all:
-            recorder.transcripts = self.forest.carrying(self.forest.turns[-1])
+            num, recorder.transcripts = len(recorder.transcripts), self.forest.carrying(self.forest.turns[-1])
+            self.num_unused = num - len(recorder.transcripts)
 
     # -- what the agent asks ----------------------------------------------------------------------------------------
 
@@ -331,16 +367,26 @@ class Session:
         status = 400 if end.reason == "generation_failed" and not end.retry else 503
         return Refused(status, "generation_failed", f"{end.reason}: {end.detail}")
 
-    def complete(self, reward: float | None = None, answer: str | None = None) -> None:
-        """The agent is through, and its reward, if it has one, beside what others add, or its answer. Raises SessionOver and Refused."""
+    def complete(self, ending: Ending) -> None:
+        """The agent is through, and its reward, if it has one, beside what others add, or its answer. The same ending again changes nothing.
+
+        Raises SessionOver and Refused.
+        """
+        check_ending(ending, self.ending)
+        if self.ending is not None:
+            return
+        if taken := sorted(self._taken.intersection(ending.rewards or ())):
+            raise Refused(400, "invalid_reward", f"rewards.{taken[0]}: a reward function or a metric has this name, so give it another")
         self._check_open()
         if self._ended.done():
             raise SessionOver("cancelled")
-        if reward is not None and (flaw := flaw_of_reward(reward)):
-            raise Refused(400, "invalid_reward", f"reward {reward} is {flaw.replace('_', ' ')}")
-        self.rewarded = reward is not None
-        self.answer = self.answer if answer is None else answer
-        self.recorder.reward = reward or 0.0
+        self.ending = ending
+        if ending.error is not None:
+            self.fail(GaveUp("agent_failed", ending.error[:MOST_ERROR]))
+            return
+        self.rewarded = ending.total is not None
+        self.answer = self.answer if ending.answer is None else ending.answer
+        self.recorder.reward, self.recorder.parts = ending.reward or 0.0, ending.rewards or {}
         self._end("complete")
         self._ended.set_result(None)
 
@@ -351,12 +397,19 @@ class Session:
             self._ended.set_exception(end)
 
     def settle(self) -> None:
-        """The sample buffer has its end."""
+        """The sample buffer has its end, or nothing more is to be waited for."""
         self._settled.set()
 
-    async def settled(self) -> None:
-        """Return once the sample buffer has its end."""
+    async def settled(self) -> dict[str, Any]:
+        """Return once the sample buffer has its end: what it says of it, and how many contexts carry the reward and how many are unused."""
         await self._settled.wait()
+        return self.told
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """As `settled`, now."""
+        fate = {} if self.fate is None else {"fate": self.fate}
+        return {"session_id": self.id, **fate, "segments": len(self.recorder.transcripts), "unused": self.num_unused}
 
     def _check_open(self) -> None:
         if self.over is not None:
@@ -372,6 +425,22 @@ class Session:
         """A request began, or is over: a session with one under way does not expire."""
         if self._idle_s is not None and self._expires is not None and self.over is None and not self._expires.expired():
             self._expires.reschedule(None if self._asking else asyncio.get_running_loop().time() + self._idle_s)
+
+
+def check_ending(ending: Ending, before: Ending | None) -> None:
+    """Raises Refused for one that is none, or not the one that the session has."""
+    if before is not None:
+        if ending != before:
+            raise Refused(409, "ended_otherwise", "the session was completed with another body before, which counts: a session ends once")
+        return
+    if ending.reward is not None and ending.rewards is not None:
+        raise Refused(400, "invalid_reward", "give the reward, or the rewards that it is the sum of, not both")
+    rewards = ending.rewards or {}
+    if len(rewards) > MOST_PARTS or not all(0 < len(name) <= LONGEST_NAME for name in rewards):
+        raise Refused(400, "invalid_reward", f"rewards are at most {MOST_PARTS} numbers by names of 1 to {LONGEST_NAME} characters")
+    for name, value in [*((f"rewards.{name}", value) for name, value in rewards.items()), ("reward", ending.total or 0.0)]:
+        if flaw := flaw_of_reward(value):
+            raise Refused(400, "invalid_reward", f"{name} {value} is {flaw.replace('_', ' ')}")
 
 
 def _shown(renderer: Renderer, before: Turn | None, new: Sequence[Message]) -> bytes:

@@ -64,7 +64,7 @@ async def play(client, at, members, *, turns=2):
             messages += [answer.choices[0].message.model_dump(), {"role": "user", "content": f"and {turn}"}]
     shown = (await client.get(f"/sessions/{opened['session_id']}")).json()
     members[opened["row"]] += 1
-    ending = {"reward": members[opened["row"]] % 2}
+    ending = {"rewards": {"luck": members[opened["row"]] % 2, "effort": 0.0}}
     told = (await client.post(f"/sessions/{opened['session_id']}/complete", json=ending)).json()
     return (shown, told) if "error" not in told else told["error"]["code"]
 
@@ -97,6 +97,8 @@ async def test_agents_from_outside_train_a_job_token_for_token(tmp_path, model):
     ledger = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
     assert sum(line["fate"] == "trained" for line in ledger) == 3 * 4
     assert all(line["age"] <= 1 for line in ledger if line["fate"] == "trained")
+    assert all(line["scores"] == {"env": 0.0, "luck": line["reward"], "effort": 0.0} for line in ledger if line["fate"] == "trained")
+    assert all(told["fate"] in ("", "stale", "surplus") for _, told in whole)
 
 
 async def by_responses(agent, stream):
@@ -201,7 +203,7 @@ async def test_what_can_not_be_had_is_refused_with_a_status_that_clients_underst
             "known keys beside others": await ask({**chat, "store": False, "metadata": {}, "top_k": 3}),
         }
         messages = await client.post(f"/sessions/{one}/v1/messages", json={}, headers={"x-api-key": "rbt-none"})
-        complete = [(await client.post(f"/sessions/{one}/complete", json={"reward": 1}, headers=key)).status_code for _ in range(2)]
+        complete = [await client.post(f"/sessions/{one}/complete", json={"reward": reward}, headers=key) for reward in (1, 1, 2)]
         over = await ask(chat)
 
     assert [told.status_code for told in refused] == [401, 404]
@@ -218,7 +220,9 @@ async def test_what_can_not_be_had_is_refused_with_a_status_that_clients_underst
         "known keys beside others": (200, None),
     }
     assert (messages.status_code, messages.json()["error"]["type"]) == (401, "authentication_error")
-    assert complete == [200, 410]
+    assert [told.status_code for told in complete] == [200, 200, 409]
+    assert complete[0].json() == complete[1].json() == {"session_id": one, "fate": "", "segments": 1, "unused": 2}
+    assert complete[2].json()["error"]["code"] == "ended_otherwise"
     assert over == (410, "complete")
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert chunks[-1].usage.completion_tokens == 2

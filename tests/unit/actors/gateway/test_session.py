@@ -8,7 +8,7 @@ import pytest
 from rubato.actors.config import EvalSection, RolloutSection
 from rubato.actors.envs.chat import ChatRenderer
 from rubato.actors.envs.recorder import GaveUp, Recorder, RecorderContext
-from rubato.actors.gateway.session import Ask, Refused, Session, SessionOver
+from rubato.actors.gateway.session import Ask, Ending, Refused, Session, SessionOver
 from rubato.actors.messages.generation import Completion, Tokens, VersionSpan
 from rubato.actors.messages.samples import PolicyState, Ticket
 from rubato.bus.errors import Failed
@@ -124,11 +124,64 @@ async def test_a_side_request_is_trained_where_all_are(model_folder, trains_all,
     played = Played(model_folder, trains_all=trains_all)
     await played.turn({"role": "user", "content": "a title"})
     await played.turn(USER)
-    played.session.complete(1.0)
+    played.session.complete(Ending(reward=1.0))
 
     await played.session.drive(played.recorder)
 
     assert len(played.recorder.transcripts) == num
+    assert played.session.told == {"session_id": played.session.id, "segments": num, "unused": 2 - num}
+
+
+BAD = [
+    Ending(reward=float("nan")),
+    Ending(reward=1.0, rewards={"style": 1.0}),
+    Ending(rewards={"style": float("inf")}),
+    Ending(rewards={"style": 1e30, "form": 1e30}),
+    Ending(rewards={"": 1.0}),
+    Ending(rewards={"x" * 65: 1.0}),
+    Ending(rewards={f"{at}": 1.0 for at in range(33)}),
+    Ending(rewards={"exact": 1.0}),
+    Ending(rewards={"std": 1.0}),
+]
+
+
+@pytest.mark.parametrize("bad", BAD)
+async def test_an_ending_that_is_none_is_refused_and_the_session_goes_on(model_folder, bad):
+    played = Played(model_folder, score_names=["exact"])
+    await played.turn(USER)
+
+    with pytest.raises(Refused) as refused:
+        played.session.complete(bad)
+    played.session.complete(Ending(reward=1.0))
+
+    assert (refused.value.status, refused.value.code) == (400, "invalid_reward")
+    assert played.session.over == "complete"
+
+
+async def test_rewards_are_summed_and_are_the_trajectorys_scores_by_their_names(played):
+    await played.turn(USER)
+    played.session.complete(Ending(rewards={"style": 0.5, "facts": 1.0}))
+    await played.session.drive(played.recorder)
+
+    trajectory = await played.recorder.finish(0.0)
+
+    assert trajectory.reward == 1.5
+    assert trajectory.scores == {"env": 0.0, "style": 0.5, "facts": 1.0}
+    assert played.session.rewarded
+
+
+@pytest.mark.parametrize("ending", [Ending(reward=1.0), Ending(rewards={"style": 0.5}), Ending(answer="5"), Ending(error="lost")])
+async def test_a_session_is_completed_once_the_same_body_changes_nothing_and_another_is_refused(played, ending):
+    await played.turn(USER)
+    played.session.complete(ending)
+    before = (played.session.over, played.recorder.reward, played.session.answer)
+
+    played.session.complete(ending)
+    with pytest.raises(Refused) as refused:
+        played.session.complete(Ending(reward=0.25))
+
+    assert (refused.value.status, refused.value.code) == (409, "ended_otherwise")
+    assert (played.session.over, played.recorder.reward, played.session.answer) == before
 
 
 async def test_a_turn_that_is_under_way_as_its_session_ends_is_cut_off_and_is_no_part_of_it(played):
@@ -138,7 +191,7 @@ async def test_a_turn_that_is_under_way_as_its_session_ends_is_cut_off_and_is_no
     late = asyncio.ensure_future(played.turn(USER, first, USER))  # noqa: TID251 - it ends before the test does
     await asyncio.sleep(0)
     assert played.recorder.transcripts[0].prompt != before
-    played.session.complete(1.0)
+    played.session.complete(Ending(reward=1.0))
 
     await played.session.drive(played.recorder)
 
