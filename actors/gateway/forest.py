@@ -120,6 +120,13 @@ class Place:
     meanings: tuple[Meaning, ...] = ()
     """Of the whole history; none where it came as tokens."""
     root: str = ""
+    anew: bool = False
+    """Whether the tokens of its history are not those that were kept, but all new."""
+
+    @property
+    def num_kept(self) -> int:
+        """Tokens up to where the new ones begin."""
+        return 0 if self.before is None or self.anew else self.before.end
 
 
 class Forest:
@@ -158,7 +165,7 @@ class Forest:
         that begins with the tokens up to there. `shown` are the token ids of the request's new messages; `alone`: a new one in any case.
         """
         before = place.before
-        if before is None:
+        if before is None or place.anew:
             return Transcript(shown)
         if len(before.transcript) == before.end and not alone:
             before.transcript.show(shown)

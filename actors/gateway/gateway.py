@@ -45,6 +45,15 @@ FILE = "gateway.json"
 """Of the run's folder, for its owner alone: address and admin key."""
 
 
+CHANGES = "the model's chat template does not leave a conversation as it was when more follows: it {}"
+FOLLOWS = {
+    "append": ", while sessions go on with the tokens that were kept: a server that goes by that template shows the model others than it was "
+    "trained on, unless gateway.history=rerender trains each turn behind what the template shows",
+    "rerender": ", so by gateway.history=rerender each turn behind such a change begins a segment of its own",
+}
+"""By `gateway.history`."""
+
+
 def run_over() -> Refused:
     """The job is complete, or drains."""
     return Refused(410, "run_over", "the run takes no more sessions")
@@ -63,6 +72,9 @@ class GatewaySection(Section):
     """A session without a request for so long is over, and another attempt takes its place."""
     train: Literal["main", "all"] = "main"
     """main: of a session what led to its last turn, or goes on from a turn that did; all: side requests too, such as one for a title."""
+    history: Literal["append", "rerender"] = "append"
+    """append: a turn follows the tokens that were kept. rerender: where the chat template shows earlier turns by others, such as without what
+    was reasoned, it begins a segment of its own behind those."""
     max_waiting: int = Field(default=1024, ge=1)
     """Requests for sessions that may wait at once; more are answered 429."""
 
@@ -217,6 +229,13 @@ class Gateway(EnvManager):
                 if not opening.done():
                     opening.set_exception(run_over())
 
+    async def _look_at_tasks(self) -> None:
+        """Show too what follows where the chat template changes earlier turns, in place of what follows for environments."""
+        for change in [await self._renderers.change(context) for context in self._rollouts.values()]:
+            if change:
+                await self._show_once("reasoning_dropped", CHANGES.format(change) + FOLLOWS[self._section.history])
+        await super()._look_at_tasks()
+
     def _room(self) -> int:
         waiting = max(0, len(self._openings) - len(self._unmatched))  # one whose ticket is there may have left
         return min(waiting, self.config.env.concurrency - len(self._running))
@@ -241,6 +260,7 @@ class Gateway(EnvManager):
             queue_s=self._section.queue_s,
             trains_all=self._section.train == "all",
             max_len=context.rollout.max_len,
+            rerenders=self._section.history == "rerender",
             score_names=context.score_names,
         )
         session.begin(recorder)

@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -14,7 +14,7 @@ from rubato.actors.envs.chat import TOKEN_BYTES, Renderer
 from rubato.actors.envs.recorder import GaveUp, Recorder
 from rubato.actors.envs.templates import RenderError
 from rubato.actors.gateway.calls import MOST_CALLS, Said, opening_of, said_in
-from rubato.actors.gateway.forest import Ended, Forest, Message, Place, Turn
+from rubato.actors.gateway.forest import Ended, Forest, Message, Place
 from rubato.actors.messages.generation import Completion, Sampling
 from rubato.actors.messages.samples import flaw_of_reward
 from rubato.runtime.errors import first_cause
@@ -129,7 +129,7 @@ class Prompt(NamedTuple):
     @property
     def num(self) -> int:
         """Tokens of all that is before the turn's first sampled one."""
-        return (self.place.before.end if self.place.before else 0) + len(self.shown) // TOKEN_BYTES
+        return self.place.num_kept + len(self.shown) // TOKEN_BYTES
 
 
 @dataclass(frozen=True)
@@ -165,15 +165,18 @@ class Session:
         max_len: int,
         queue_s: float | None = None,
         trains_all: bool = False,
+        rerenders: bool = False,
         score_names: Sequence[str] = (),
     ) -> None:
         """`renderer(tools)` is an awaitable of the renderer for these tools. Without a request for `idle_s` the session expires, with None it
         does not; a turn takes at most `queue_s`, and a context has at most `max_len` tokens.
-        `trains_all`: contexts that did not lead to the last turn are trained too. `score_names` are those of reward functions.
+        `trains_all`: contexts that did not lead to the last turn are trained too. `rerenders`: a turn whose history the renderer shows by
+        other tokens than those that were kept begins a context, with the others. `score_names` are those of reward functions.
         """
         self.id, self.key = secrets.token_hex(12), f"{KEY_PREFIX}{secrets.token_urlsafe(24)}"
         self.forest = Forest()
         self._trains_all = trains_all
+        self._rerenders = rerenders
         self._taken = RESERVED_SCORES.union(score_names)
         self.over: OverCode | None = None
         self.metadata: Any = None
@@ -297,13 +300,14 @@ class Session:
         """Raises ValueError."""
         if isinstance(ask, AskTokens):
             place = self.forest.place_tokens(ask.prompt)
-            return Prompt(place, ask.prompt[place.before.end * TOKEN_BYTES if place.before else 0 :])
+            return Prompt(place, ask.prompt[place.num_kept * TOKEN_BYTES :])
         renderer = await self._renderer(ask.tools)
         opening = await self._opening(renderer, ask) if ask.forced else b""
         place = self.forest.place(ask.messages, ask.tools)
-        size = sum(map(len, place.meanings[len(ask.messages) - len(place.new) :]))
-        render = partial(_shown, renderer, place.before, place.new)
-        shown = render() if size <= SHORT else await self._offload(render)
+        rerenders = self._rerenders and place.before is not None
+        size = sum(map(len, place.meanings[0 if rerenders else len(ask.messages) - len(place.new) :]))
+        render = partial(_reshown if rerenders else _shown, renderer, place, ask.messages)
+        place, shown = render() if size <= SHORT else await self._offload(render)
         return Prompt(place, shown + opening, opening, renderer.decode)
 
     async def _opening(self, renderer: Renderer, ask: Ask) -> bytes:
@@ -443,14 +447,24 @@ def check_ending(ending: Ending, before: Ending | None) -> None:
             raise Refused(400, "invalid_reward", f"{name} {value} is {flaw.replace('_', ' ')}")
 
 
-def _shown(renderer: Renderer, before: Turn | None, new: Sequence[Message]) -> bytes:
-    """Token ids of the messages that follow the turn `before`, or of a whole conversation."""
-    messages = [dict(message) for message in new]
-    if before is None:
-        return renderer.chat(messages)
-    if not messages:
+def _shown(renderer: Renderer, place: Place, messages: Sequence[Message]) -> tuple[Place, bytes]:
+    """The place, and the token ids of what is new there."""
+    if place.before is None:
+        return place, renderer.chat([*map(dict, messages)])
+    _require_new(place)
+    return place, renderer.next_turn([*map(dict, place.new)], Ended(place.before))
+
+
+def _reshown(renderer: Renderer, place: Place, messages: Sequence[Message]) -> tuple[Place, bytes]:
+    """The same where the whole conversation is rendered: what was kept stays only where that begins with it."""
+    _require_new(place)
+    whole, kept = renderer.chat([*map(dict, messages)]), Ended(place.before).prompt if place.before else b""
+    return (place, whole[len(kept) :]) if whole.startswith(kept) else (replace(place, anew=True), whole)
+
+
+def _require_new(place: Place) -> None:
+    if not place.new:
         raise Refused(400, "invalid_request_error", "the conversation ends with the model's own turn: say something behind it")
-    return renderer.next_turn(messages, Ended(before))
 
 
 def _up_to(text: str, stop: Sequence[str], begin: int) -> tuple[str, str]:

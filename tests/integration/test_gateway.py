@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -301,6 +302,40 @@ async def test_the_program_of_the_examples_trains_a_job_to_its_end(tmp_path, mod
 
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert len(EXAMPLE.read_text().splitlines()) <= 40
+
+
+FORGETS = (
+    "{% for m in messages %}{% if m.role != 'assistant' %}{{ m.content }}{% else %}<|assistant|>"
+    "{% if loop.index + 1 == messages | length %}{{ m.content }}{% else %}...{% endif %}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+"""A template that shows the newest of the model's turns alone."""
+
+
+@pytest.mark.parametrize(("history", "segments"), [("append", {1}), ("rerender", {2, 3})])
+async def test_turns_may_follow_what_the_template_shows_of_earlier_ones_behind_each_change_in_a_segment_of_its_own(
+    tmp_path, model, history, segments
+):
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    forgets = tmp_path / "forgets"
+    shutil.copytree(model, forgets)
+    (forgets / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": FORGETS}))
+
+    members, ends = Counter(), []
+    async with served(tmp_path / "run", forgets, "run.steps=1", f"gateway.history={history}") as (job, client):
+        async with asyncio.TaskGroup() as tasks:
+            for at in range(4):
+                tasks.create_task(play(client, at, members, turns=3)).add_done_callback(lambda task: ends.append(task.result()))
+            assert [row["step"] async for row in job.rows()] == [1]
+        notices = [text for text in job.notices if "does not leave a conversation as it was" in text]
+
+    assert len(ends) == 4
+    assert {told["segments"] for _, told in ends} <= segments  # what was sampled may have no text, or have it of other tokens
+    assert all((len(shown["segments"]), told["fate"]) == (told["segments"], "") for shown, told in ends)
+    assert len(notices) == 1
+    assert "gateway.history=rerender" in notices[0]
+    ledger = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    assert sum(line["fate"] == "trained" for line in ledger) == 4
 
 
 @pytest.fixture

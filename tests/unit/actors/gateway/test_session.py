@@ -40,7 +40,7 @@ class Played:
     """A session that is open; `version` is the newest of the weights, and α is 1."""
 
     def __init__(self, folder, *, idle_s=60.0, **more):
-        renderer = ChatRenderer(folder)
+        renderer = self.renderer = ChatRenderer(folder)
         self.proxy, self.version = Proxy(renderer), 0
         context = RecorderContext(
             rollout=RolloutSection(),
@@ -225,3 +225,39 @@ async def test_what_another_session_of_the_same_attempt_asked_is_not_its_answer(
 
     assert one.recorder.ticket == other.recorder.ticket
     assert one.proxy.requests != other.proxy.requests
+
+
+FORGETS = (
+    "{% for m in messages %}{{ m.role }}:{{ m.content.split('</think>')[-1] if m.role == 'assistant' else m.content }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+@pytest.mark.parametrize(("rerenders", "word", "num"), [(False, "hm</think>five", 1), (True, "hm</think>five", 3), (True, "five", 1)])
+async def test_where_a_template_drops_what_was_reasoned_a_turn_may_follow_what_it_shows(write_model, tmp_path, rerenders, word, num):
+    played = Played(write_model(tmp_path / "forgets", template=FORGETS), rerenders=rerenders)
+    played.proxy.word = word
+    history = [USER]
+    for _ in range(3):
+        history += [await played.turn(*history), USER]
+    played.session.complete(Ending(reward=1.0))
+    await played.session.drive(played.recorder)
+
+    contexts = [array("i", each.prompt).tolist() for each in played.recorder.transcripts]
+    texts = [played.renderer._tokenizer.raw.decode(ids, skip_special_tokens=False) for ids in contexts]
+    assert len(texts) == num
+    assert texts[-1].count("hm</think>") == (0 if word == "five" else 1 if rerenders else 3)
+    assert sum(sum(each.segment().mask) for each in played.recorder.transcripts) == played.recorder.sampled
+
+
+async def test_what_is_shown_anew_leaves_nothing_where_its_turn_fails(write_model, tmp_path):
+    played = Played(write_model(tmp_path / "forgets", template=FORGETS), rerenders=True)
+    played.proxy.word = "hm</think>five"
+    first = await played.turn(USER)
+    before = [each.prompt for each in played.recorder.transcripts]
+    played.proxy.word = Failed("no engine")
+
+    with pytest.raises(Refused):
+        await played.turn(USER, first, USER)
+
+    assert [each.prompt for each in played.recorder.transcripts] == before
