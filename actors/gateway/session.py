@@ -234,7 +234,8 @@ class Session:
             raise GaveUp("agent_idle", "the session was completed without a turn")
         if not self._trains_all:
             num, recorder.transcripts = len(recorder.transcripts), self.forest.carrying(self.forest.turns[-1])
-            self.num_unused = num - len(recorder.transcripts)
+            if num_unused := num - len(recorder.transcripts):
+                self.num_unused = recorder.info["unused_contexts"] = num_unused
 
     # -- what the agent asks ----------------------------------------------------------------------------------------
 

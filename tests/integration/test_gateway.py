@@ -16,6 +16,7 @@ import httpx
 import openai
 import pytest
 
+from rubato.actors.report.transcripts.reading import Filters, decoder, find, sample_of
 from rubato.runtime.config.compose import from_mapping
 from rubato.runtime.config.yaml_core import read_yaml
 from rubato.runtime.embed import embed
@@ -336,6 +337,9 @@ async def test_turns_may_follow_what_the_template_shows_of_earlier_ones_behind_e
     assert "gateway.history=rerender" in notices[0]
     ledger = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
     assert sum(line["fate"] == "trained" for line in ledger) == 4
+    shown = [sample_of(row, decoder(tmp_path / "run")) for row in find(tmp_path / "run", Filters(fate="trained")).kept]
+    assert sorted(len(sample.branches) for sample in shown) == sorted(told["segments"] for _, told in ends)
+    assert {len(sample.turns) for sample in shown} == {3}
 
 
 @pytest.fixture

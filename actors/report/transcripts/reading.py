@@ -4,7 +4,7 @@ import difflib
 import re
 from array import array
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -18,6 +18,9 @@ from rubato.actors.samples.run_files import read_kept, read_lines
 from rubato.runtime.config.source import fill_tree
 from rubato.runtime.config.yaml_core import read_yaml
 from rubato.runtime.errors import LaunchError
+
+TOKEN_BYTES = 4
+"""An int32 id."""
 
 UNDER_WAY = ""
 """Fate of a sample that has none yet: its group still runs, waits, or is in a step that no checkpoint covers."""
@@ -40,6 +43,19 @@ class SampleTurn(msgspec.Struct, frozen=True):
     """`stop`, or `length` where the turn was cut at its limit; empty where it is not on record."""
     versions: dict[int, int]
     """Sampled tokens by the weight version that sampled them, in order."""
+    branch: int = 1
+    """Of the sample's branches the one that it is in."""
+
+
+class SampleBranch(msgspec.Struct, frozen=True):
+    """One context of a trajectory. Each carries its reward."""
+
+    after: int | None
+    """Number of the turn, in an earlier branch, up to which it has the same tokens; null where it has another beginning."""
+    shared: int
+    """Tokens up to there."""
+    tokens: int
+    """All that it has."""
 
 
 class Sample(msgspec.Struct, frozen=True):
@@ -70,6 +86,7 @@ class Sample(msgspec.Struct, frozen=True):
     versions: dict[int, int] | None
     """Sampled tokens by weight version."""
     turns: list[SampleTurn] | None
+    branches: list[SampleBranch] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +240,7 @@ def sample_of(row: SampleRow, decode: Decode) -> Sample:
     """All that there is to tell of one."""
     line, trajectory = row
     why = line["reason"] if trajectory is None or not trajectory.reason else trajectory.reason
+    branches = None if trajectory is None else branches_of(trajectory)
     turns = None if trajectory is None else turns_of(trajectory, decode)
     versions: Counter[int] = Counter()
     for turn in turns or ():
@@ -235,25 +253,54 @@ def sample_of(row: SampleRow, decode: Decode) -> Sample:
         truncated=None if trajectory is None else trajectory.truncated,
         versions=None if turns is None else dict(versions),
         turns=turns,
+        branches=branches,
     )
 
 
 def turns_of(trajectory: Trajectory, decode: Decode) -> list[SampleTurn]:
-    """What was shown and what was sampled, turn by turn; segments follow one another."""
+    """What was shown and what was sampled, turn by turn; segments follow one another, each from where it has tokens of its own."""
     turns: list[SampleTurn] = []
-    for segment in trajectory.segments:
-        tokens, start, prompt = array("i", segment.tokens), 0, ""
-        for sampled, run in groupby(segment.mask):
-            end = start + sum(1 for _ in run)
-            text = decode(tokens[start:end].tolist())
-            if sampled:
-                reason = trajectory.finish_reasons[len(turns)] if len(turns) < len(trajectory.finish_reasons) else ""
-                turns.append(SampleTurn(prompt, text, end - start, reason, _versions(segment, start, end)))
-                prompt = ""
-            else:
-                prompt = text
-            start = end
+    reasons = _reasons_of(trajectory)
+    for number, (segment, branch) in enumerate(zip(trajectory.segments, branches_of(trajectory), strict=True), 1):
+        tokens, before = array("i", segment.tokens), branch.shared
+        for start, end in _sampled(segment):
+            prompt, text = decode(tokens[before:start].tolist()) if start > before else "", decode(tokens[start:end].tolist())
+            reason = reasons[len(turns)] if len(turns) < len(reasons) else ""
+            turns.append(SampleTurn(prompt, text, end - start, reason, _versions(segment, start, end), number))
+            before = end
     return turns
+
+
+def branches_of(trajectory: Trajectory) -> list[SampleBranch]:
+    """What each segment shares with those before it: the deepest of their turns up to whose end it has the same tokens."""
+    branches: list[SampleBranch] = []
+    ends: list[bytes] = []
+    """Of each turn so far, all tokens up to its end."""
+    for segment in trajectory.segments:
+        shared = max((end for end in ends if segment.tokens.startswith(end)), key=len, default=b"") if ends else b""
+        after = ends.index(shared) + 1 if shared else None
+        branches.append(SampleBranch(after, len(shared) // TOKEN_BYTES, len(segment.mask)))
+        ends += [segment.tokens[: end * TOKEN_BYTES] for _, end in _sampled(segment)]
+    return branches
+
+
+def _sampled(segment: Segment) -> Iterator[tuple[int, int]]:
+    """Where its sampled turns begin and end."""
+    start = 0
+    for sampled, run in groupby(segment.mask):
+        end = start + sum(1 for _ in run)
+        if sampled:
+            yield start, end
+        start = end
+
+
+def _reasons_of(trajectory: Trajectory) -> Sequence[str]:
+    """Of the turns, in the order of the segments: what is on record is in the order in which they ended, with those of contexts that were
+    left out.
+    """
+    reasons, segments = trajectory.finish_reasons, trajectory.segments
+    is_known = len(segments) == 1 or len({*reasons}) == 1
+    return reasons if is_known and sum(1 for segment in segments for _ in _sampled(segment)) == len(reasons) else ()
 
 
 def _versions(segment: Segment, start: int, end: int) -> dict[int, int]:

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rubato.actors.report.transcripts.reading import FoundSamples, Sample, SampleTurn
+from rubato.actors.report.transcripts.reading import FoundSamples, Sample, SampleBranch, SampleTurn
 
 MOST_SCORES, WIDE = 4, 110
 """Columns of scores, and the width of screen that has room for them beside the text."""
@@ -84,7 +84,10 @@ def whole(sample: Sample) -> Text:
     """One trajectory, turn by turn."""
     text = Text(f"{sample.trajectory_id}", style="bold")
     text.append(f"   {facts(sample)}\n", style="not bold")
-    for number, turn in enumerate(sample.turns or (), 1):
+    turns, branches = sample.turns or [], sample.branches or []
+    for number, turn in enumerate(turns, 1):
+        if len(branches) > 1 and (number == 1 or turns[number - 2].branch != turn.branch):
+            text.append(f"\nbranch {turn.branch} · {_origin(branches[turn.branch - 1])}\n", style="bold")
         reason = " · cut at its limit" if turn.finish_reason == "length" and turn.tokens > 1 else ""
         many = "1 token" if turn.tokens == 1 else f"{turn.tokens} tokens"
         text.append(f"\nturn {number} · {many} · {_spans(turn.versions)}{reason}\n", style="dim")
@@ -106,6 +109,7 @@ def facts(sample: Sample) -> str:
     told += [f"{task}row {sample.row}, seed {sample.seed}", f"attempt {sample.attempt}"]
     told += [f"age {sample.age}"] if sample.age is not None else []
     told += [f"{len(sample.turns)} turns, {sample.tokens} tokens"] if sample.turns is not None else []
+    told += [f"{len(sample.branches)} branches, each carries the reward"] if sample.branches and len(sample.branches) > 1 else []
     told += ["ended at a limit of turns or tokens"] if sample.truncated else []
     told += [f"{name} {value:g}" for name, value in (sample.info or {}).items()]
     return " · ".join(told)
@@ -114,6 +118,12 @@ def facts(sample: Sample) -> str:
 def width_of(console: Console) -> int:
     """A terminal's own width; a pipe gets enough for the text to be read, since lines do not break there."""
     return console.width if console.is_terminal else max(console.width, 160)
+
+
+def _origin(branch: SampleBranch) -> str:
+    if branch.after is None:
+        return f"{branch.tokens} tokens, a context of its own"
+    return f"{branch.tokens} tokens, {branch.shared} of them up to turn {branch.after}, which it goes on from"
 
 
 def _end(sample: Sample) -> str:

@@ -129,6 +129,7 @@ async def test_a_side_request_is_trained_where_all_are(model_folder, trains_all,
     await played.session.drive(played.recorder)
 
     assert len(played.recorder.transcripts) == num
+    assert played.recorder.info == ({} if trains_all else {"unused_contexts": 1})
     assert played.session.told == {"session_id": played.session.id, "segments": num, "unused": 2 - num}
 
 

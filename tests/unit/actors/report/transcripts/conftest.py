@@ -30,8 +30,8 @@ class RunFolderMaker:
         (path / "config.yaml").write_text(yaml.safe_dump({"model": {"path": "model"}}))
         (path / "trajectories").mkdir()
 
-    def keep(self, name, *turns, reward=1.0, attempt=1, purpose="train", version=3, row=5, task="", scores=None, **more):
-        """Each turn is (shown, sampled, finish reason, [(version, tokens) …])."""
+    def keep(self, name, *turns, reward=1.0, attempt=1, purpose="train", version=3, row=5, task="", scores=None, branches=(), **more):
+        """Each turn is (shown, sampled, finish reason, [(version, tokens) …]); each branch (tokens of the first segment, shown, sampled)."""
         tokens, mask, spans = [], b"", []
         for shown, sampled, _, versions in turns:
             tokens += ids(shown)
@@ -41,12 +41,20 @@ class RunFolderMaker:
                 mask += b"\1" * count
             tokens += ids(sampled)
         segment = Segment(array("i", tokens).tobytes(), mask, b"", tuple(spans))
+        segments = (segment, *(self.branch(segment, *branch) for branch in branches))
         ticket = Ticket(name, name.rpartition(".")[0], attempt, row, 77, version, purpose, task=task)
         reasons = tuple(turn[2] for turn in turns)
         scores = {"env": reward} if scores is None else scores
         more = {"truncated": False, "finish_reasons": reasons, "scores": scores, **more}
-        whole = Trajectory(ticket, (segment,), reward, len(turns), wall_s=0.5, **more)
+        whole = Trajectory(ticket, segments, reward, len(turns), wall_s=0.5, **more)
         (self.path / "trajectories" / f"{name}.{attempt}").write_bytes(msgspec.msgpack.encode(whole))
+
+    @staticmethod
+    def branch(first, num, shown, sampled):
+        """A segment that goes on behind so many tokens of another."""
+        tokens = first.tokens[: 4 * num] + array("i", [*ids(shown), *ids(sampled)]).tobytes()
+        begin, end = num + len(ids(shown)), len(tokens) // 4
+        return Segment(tokens, bytes(begin) + b"\1" * (end - begin), b"", (VersionSpan(5, begin, end),))
 
     def end(self, name, fate="trained", *, attempt=1, step=4, reward=1.0, scores=None, row=5, task="", **more):
         """A line of samples.jsonl."""

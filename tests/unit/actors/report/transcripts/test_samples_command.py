@@ -58,6 +58,21 @@ def test_a_whole_trajectory_shows_each_prompt_and_answer(folder, asked, capsys):
     assert "turn 2 · 2 tokens · 1 by v3, 1 by v4 · cut at its limit\n" in text
 
 
+def test_a_session_is_shown_as_branches_with_what_they_share_and_by_which_weights(folder, asked, capsys):
+    other, own = (7, "<|end|> and <|assistant|>", "two <|end|>"), (0, "again <|assistant|>", "is")
+    folder.keep("g00000012.3", asked, AGAIN, branches=[other, own])
+
+    text = shown(capsys, folder.path, "g12.3")
+    (sample,) = [json.loads(line) for line in shown(capsys, folder.path, "g12.3", "--json").splitlines()]
+
+    assert "4 turns, 7 tokens · 3 branches, each carries the reward" in " ".join(text.splitlines())
+    assert "branch 1 · 12 tokens, a context of its own\n\nturn 1 · 2 tokens · v3\ntwo and two is <|assistant|>\n▸ four <|end|>" in text
+    assert "branch 2 · 12 tokens, 7 of them up to turn 1, which it goes on from\n\nturn 3 · 2 tokens · v5\n" in text
+    assert "branch 3 · 3 tokens, a context of its own\n\nturn 4 · 1 token · v5\nagain <|assistant|>\n▸ is\n" in text
+    assert [turn["branch"] for turn in sample["turns"]] == [1, 1, 2, 3]
+    assert [branch["after"] for branch in sample["branches"]] == [None, 1, None]
+
+
 def test_an_engine_of_ones_own_may_end_a_turn_for_reasons_of_its_own(folder, capsys):
     folder.keep("g00000001.0", ("two", "four <|end|>", "tool_calls", [(3, 2)]))
 
@@ -101,6 +116,7 @@ def test_json_has_one_object_a_line_for_all_that_is_kept(folder, asked, capsys):
         "tokens": 2,
         "finish_reason": "stop",
         "versions": {"3": 2},
+        "branch": 1,
     }
 
 
