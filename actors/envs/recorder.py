@@ -172,7 +172,7 @@ class Recorder:
         request_id = f"{self.key}v{self.ticket.version}.{turn}"
         prompt = transcript.prompt
         resumed, tries, is_eval = Tokens(), 0, self.ticket.purpose == "eval"
-        self._check_age()
+        self.check_age()
         for attempt in count():
             request = Generate(
                 request_id=request_id if attempt == 0 else f"{request_id}r{attempt}",
@@ -189,7 +189,7 @@ class Recorder:
             if isinstance(reply, Completion):
                 return self._append(transcript, reply), reply
             resumed = reply.tokens
-            self._check_age()
+            self.check_age()
             tries += not isinstance(reply, NotItsTurn)
             if tries == limits.generate_tries:
                 raise GaveUp("generation_failed", f"aborted {tries} times, lastly: {why_early(reply)}", retry=True)
@@ -223,8 +223,8 @@ class Recorder:
     def _version_first(self) -> int:
         return min((each.version_first for each in self.transcripts if each.version_first >= 0), default=-1)
 
-    def _check_age(self) -> None:
-        """The bound is checked at every turn: a trajectory that can no longer train frees its slot at once."""
+    def check_age(self) -> None:
+        """Raises GaveUp for what is too old to train. Checked at every turn: such a trajectory frees its slot at once."""
         first = self._version_first
         if self.ticket.purpose == "eval" or first < 0:
             return

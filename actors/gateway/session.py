@@ -228,7 +228,7 @@ class Session:
             self._end("expired")
             raise GaveUp("agent_left", f"no request for {self._idle_s:g} s", retry=True) from None
         finally:
-            self._end("cancelled")
+            self._end(self._why_cancelled())
         await self._quiet.wait()  # else what is sampled from here on would be trained, and not be scored
         if not self.forest.turns:
             raise GaveUp("agent_idle", "the session was completed without a turn")
@@ -236,6 +236,14 @@ class Session:
             num, recorder.transcripts = len(recorder.transcripts), self.forest.carrying(self.forest.turns[-1])
             if num_unused := num - len(recorder.transcripts):
                 self.num_unused = recorder.info["unused_contexts"] = num_unused
+
+    def _why_cancelled(self) -> OverCode:
+        """Where the sample buffer ends it: nothing can come of it, mostly for its age."""
+        try:
+            self.recorder.check_age()
+        except GaveUp:
+            return "stale"
+        return "cancelled"
 
     # -- what the agent asks ----------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -18,7 +19,7 @@ from rubato.runtime.config.compose import from_mapping
 from rubato.runtime.config.yaml_core import read_yaml
 from rubato.runtime.embed import embed
 from tests.chaos.test_kills import actors_of, rows_of, until
-from tests.jobs import SMALL, clean_environment, left_behind, write_model
+from tests.jobs import SMALL, clean_environment, left_behind, rubato, write_model
 
 pytestmark = pytest.mark.slow
 
@@ -125,11 +126,11 @@ async def test_a_body_beyond_the_limit_and_an_ending_that_is_none_are_refused(tm
 
 
 @pytest.fixture
-def job(tmp_path, model):
-    """The folder of a run of processes, until the test ends, whose turns take three seconds."""
+def job(request, tmp_path, model):
+    """The folder of a run of processes, until the test ends, with the overrides that it names."""
     (tmp_path / "small.yaml").write_text(CONFIG)
     command = [sys.executable, "-m", "rubato.runtime.cli", "launch", "small.yaml", f"model.path={model}", "run.steps=100000"]
-    command += ["engine.scripted={token_s: 0.05, stop_share: 0.0}", "rollout.max_new_tokens=60", "env.concurrency=16", "staleness.alpha=4"]
+    command += request.param
     with (tmp_path / "said").open("wb") as said:
         launcher = subprocess.Popen(
             [*command, "--run-dir", "run"], cwd=tmp_path, env=clean_environment(), stdout=said, stderr=said, start_new_session=True
@@ -144,7 +145,12 @@ def job(tmp_path, model):
     assert left_behind(tmp_path / "run") == []
 
 
+THREE_SECONDS = ("engine.scripted={token_s: 0.05, stop_share: 0.0}", "rollout.max_new_tokens=60")
+"""That a turn takes."""
+
+
 @pytest.mark.timeout(400)  # six kills, each in the middle of a turn
+@pytest.mark.parametrize("job", [(*THREE_SECONDS, "env.concurrency=16", "staleness.alpha=4")], indirect=True, ids=["slow turns"])
 def test_whoever_is_killed_in_mid_request_the_client_is_answered_once_and_the_sample_has_one_fate(job):
     run, stop = job
     address = until(lambda: (run / "gateway.json").exists() and json.loads((run / "gateway.json").read_text()), "the gateway")
@@ -193,3 +199,110 @@ def test_whoever_is_killed_in_mid_request_the_client_is_answered_once_and_the_sa
     ours = Counter(line["reward"] for line in ledger if line["reward"] in rewards)
     assert set(ours.values()) <= {1}
     assert list(rewards.values()) == [200] * 6
+
+
+IMPATIENT = """
+from rubato.actors.samples.policy import PolicyPlugin
+from rubato.planning.staleness import HandOver, min_version
+
+class Impatient(PolicyPlugin):
+    def next_batch(self, view):
+        oldest = min_version(view.step, view.alpha)
+        usable = [at for at, version in enumerate(view.ready) if version >= oldest][: view.batch_groups]
+        return HandOver(len(usable) == view.batch_groups, oldest, "whatever is ready", tuple(usable))
+"""
+
+
+async def play(client) -> int:
+    """One session from its opening to its end; the weights that it was opened under."""
+    told = (await client.post("/sessions", json={})).json()
+    path, key = f"/sessions/{told['session_id']}", {"Authorization": f"Bearer {told['api_key']}"}
+    (await client.post(f"{path}/v1/chat/completions", json=SHORT, headers=key)).raise_for_status()
+    (await client.post(f"{path}/complete", json={"reward": 1.0}, headers=key)).raise_for_status()
+    return told["version"]
+
+
+@pytest.mark.parametrize("late", ["turn", "stream", "end", "nothing"])
+async def test_a_session_that_training_left_behind_is_over_as_stale(tmp_path, model, late):
+    (tmp_path / "impatient.py").write_text(IMPATIENT)
+    policy = f"samples.policy={tmp_path / 'impatient.py'}:Impatient"
+    async with served(tmp_path / "run", model, policy, "train.batch_groups=1", "staleness.alpha=1") as client:
+        one, key = await opened(client)
+        post = partial(client.post, headers=key)
+        before = await post(f"{one}/v1/chat/completions", json=SHORT)
+        await (play(client) if late == "nothing" else opened(client))  # the other one of its group
+        while await play(client) < 2:
+            pass
+        if late == "nothing":
+            while (told := await client.get(one)).status_code == 200:
+                await play(client)
+        elif late == "end":
+            told = await post(f"{one}/complete", json={"reward": 1.0})
+        else:
+            told = await post(f"{one}/v1/chat/completions", json={**SHORT, "stream": late == "stream"})
+        again = await post(f"{one}/complete", json={"reward": 1.0})
+
+    assert before.status_code == 200
+    if late == "end":
+        assert told.json() == again.json() == {"session_id": one.rpartition("/")[2], "fate": "stale", "segments": 1, "unused": 0}
+    else:
+        assert [(each.status_code, each.json()["error"]["code"]) for each in (told, again)] == [(410, "stale")] * 2
+    ledger = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    assert all(line["age"] <= 1 for line in ledger if line["fate"] == "trained")
+
+
+async def test_a_session_that_is_not_heard_of_expires_whatever_is_asked_of_it_then(tmp_path, model):
+    async with served(tmp_path / "run", model, "gateway.idle_s=0.5") as client:
+        one, key = await opened(client)
+        post = partial(client.post, headers=key)
+        before = await post(f"{one}/v1/chat/completions", json=SHORT)
+        while (await client.get(one)).status_code == 200:  # noqa: ASYNC110 - seen from outside alone
+            await asyncio.sleep(0.1)
+        messages = {"messages": CHAT["messages"], "max_tokens": 1}
+        asked = {
+            "/v1/chat/completions": SHORT,
+            "/v1/responses": {"input": "wind 1", "stream": True},
+            "/v1/messages": messages,
+            "/v1/messages/count_tokens": messages,
+            "/inference/v1/generate": {"token_ids": [40]},
+            "/complete": {"reward": 1.0},
+        }
+        late = {path: await post(one + path, json=body) for path, body in asked.items()}
+        later = await play(client)
+
+    assert before.status_code == 200
+    assert {path: (told.status_code, told.json()["error"]["code"]) for path, told in late.items()} == dict.fromkeys(asked, (410, "expired"))
+    assert later >= 0
+
+
+LEASES = ("samples.ticket_ttl_s=3", "rollout.hold_s=1", "staleness.alpha=0", "env.concurrency=16")
+
+
+@pytest.mark.parametrize("job", [LEASES], indirect=True, ids=["short leases"])
+def test_a_session_whose_lease_lapsed_while_its_gateway_stood_still_is_over_and_another_has_its_place(job):
+    run, stop = job
+    address = until(lambda: (run / "gateway.json").exists() and json.loads((run / "gateway.json").read_text()), "the gateway")
+    client = httpx.Client(base_url=address["url"], timeout=60, headers={"Authorization": f"Bearer {address['admin_key']}"})
+    with client, ThreadPoolExecutor(1) as threads:
+        first = [client.post("/sessions", json={}).json() for _ in range(4)]  # all places of the batch
+        for told in first:
+            client.post(f"/sessions/{told['session_id']}/v1/chat/completions", json=SHORT).raise_for_status()
+        opening = threads.submit(client.post, "/sessions", json={})
+        until(lambda: '"stage":"slots"' in rubato("monitor", run, "--json", cwd=run).out, "the opening to wait")
+        gateway = actors_of(run)["gateway-1"]["pid"]
+        os.kill(gateway, signal.SIGSTOP)
+        try:
+            until(lambda: "lease_lapsed" in (run / "logs" / "sample_buffer-1.jsonl").read_text(), "the leases to lapse")
+        finally:
+            os.kill(gateway, signal.SIGCONT)
+        later = opening.result()
+        turns = {told["session_id"]: client.post(f"/sessions/{told['session_id']}/v1/chat/completions", json=SHORT) for told in first}
+        over = [told for told in turns.values() if told.status_code == 410]
+        for name in (*turns, later.json()["session_id"]):
+            client.post(f"/sessions/{name}/complete", json={"reward": 1.0})
+    stop()
+
+    assert later.status_code == 200
+    assert [told.json()["error"]["code"] for told in over] == ["cancelled"]
+    ledger = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    assert max(Counter(line["trajectory_id"] for line in ledger).values()) == 1
