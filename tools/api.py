@@ -11,6 +11,9 @@ from typing import Any, cast
 import rubato
 
 PUBLIC = (
+    "rubato.actors.envs.calls:said_in",
+    "rubato.actors.envs.calls:Said",
+    "rubato.actors.envs.calls:Call",
     "rubato.actors.envs.chat",
     "rubato.actors.envs.environment",
     "rubato.actors.envs.frozen_lake",

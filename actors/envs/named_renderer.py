@@ -8,14 +8,24 @@ from contextlib import suppress
 from functools import lru_cache, partial
 from pathlib import Path
 from threading import Lock
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 from rubato.actors.envs.chat import CACHED, Key, TextTokenizer, Transcript, as_messages, as_plain, observation_key, unused
 from rubato.actors.envs.environment import Observation
-from rubato.actors.envs.templates import RenderError
+from rubato.actors.envs.templates import Forms, RenderError
+from rubato.bus.message import well_formed
 
 NOT_ONE_MODEL = frozenset({"auto", "custom", "default"})
 """Names of the package that stand for no family of models."""
+
+
+class ParsedTurn(NamedTuple):
+    """What a turn says."""
+
+    content: str
+    reasoning: str
+    calls: list[tuple[Any, Any, str]]
+    """Name, arguments and text of each; what is no call has no name."""
 
 
 class NamedRenderer:
@@ -81,6 +91,16 @@ class NamedRenderer:
         """As ChatRenderer.decode."""
         return self._tokenizer.decode(ids)
 
+    def parse(self, prompt: bytes, turn: bytes) -> "ParsedTurn | None":
+        """The parts of a turn, whose token ids are `turn`, as the family writes them. None where the package can't tell."""
+        ids, before = array("i", turn).tolist(), array("i", prompt).tolist()
+        try:
+            parsed: Any = self._renderer.parse_response(ids, tools=self._tools, prompt_ids=before)
+        except Exception:  # noqa: BLE001 - the package's code raises whatever Python's does, of tokens that nobody can foresee
+            return None
+        calls = [(call.name if call.status in ("ok", "unknown_tool") else None, call.arguments, call.raw) for call in parsed.tool_calls]
+        return ParsedTurn(well_formed(parsed.content or ""), well_formed(parsed.reasoning_content or "").strip(), well_formed(calls))
+
     def _bridge(self, before: list[int], sampled: list[int], key: Key) -> list[int] | None:
         rendered = self._render(self._renderer.bridge_to_next_turn, key, (before, sampled), ())
         return None if rendered is None else rendered.token_ids[len(before) + len(sampled) :]
@@ -94,7 +114,7 @@ class NamedRenderer:
 
     def _render(self, call: Callable[..., Any], key: Key, before: tuple[Any, ...], system: Sequence[Any]) -> Any:
         """`call` with messages and tools whose texts spell no control token. Raises RenderError."""
-        new = as_messages(key)
+        new = as_messages(key, Forms(no_null=True))  # some families would print None
         (mark,) = unused(json.dumps(new, ensure_ascii=False) + self._fixed, 1)
         messages = self._tokenizer.guarded([*system, *new], mark)
         with self._rendering:

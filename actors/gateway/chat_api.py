@@ -5,8 +5,8 @@ from typing import Annotated, Any
 
 import msgspec
 
+from rubato.actors.envs.calls import MOST_CALLS
 from rubato.actors.envs.hosting import is_plain
-from rubato.actors.gateway.calls import MOST_CALLS
 from rubato.actors.gateway.dialect import (
     MOST_STOPS,
     MOST_TOOLS,

@@ -1,15 +1,17 @@
-"""Renderers of sessions: one for each set of tools, since a chat template shows them in its own form."""
+"""Renderers of sessions: one for each set of tools, since a chat template shows them in its own form; and how each writes calls of them."""
 
 import asyncio
 import json
+from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import chain, pairwise
+from itertools import chain, pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
+from rubato.actors.envs.calls import MOST_CALLS, Call, Said, call_of, said_in
 from rubato.actors.envs.chat import Renderer, renderer_of
 from rubato.actors.envs.hosting import TOOLS
 from rubato.actors.envs.rollout import RolloutContext
@@ -72,3 +74,51 @@ def _stable(renderer: Renderer, *parts: Sequence[dict[str, Any]]) -> bool:
         shown = [renderer.chat([*chain.from_iterable(parts[:num])]) for num in range(1, len(parts) + 1)]
         return all(longer.startswith(shorter) for shorter, longer in pairwise(shown))
     return True
+
+
+def read_turn(
+    renderer: Renderer, prompt: bytes, turn: bytes, text: str, number: int = 0, *, stop: str = "", most_calls: int = MOST_CALLS
+) -> Said:
+    """The parts of the session's turn `number`, whose token ids are `turn`, as the renderer's family writes them, else those of its `text`.
+    Both are without what comes from `stop` on.
+    """
+    parse = getattr(renderer, "parse", None)
+    if parse is None or (parsed := parse(prompt, turn)) is None:
+        return said_in(text, number, most_calls=most_calls)
+    calls, malformed = list[Call](), list[str]()
+    for name, arguments, raw in parsed.calls:
+        found = call_of(name, arguments) if len(calls) < most_calls else None
+        if found is None:
+            malformed.append(raw)
+        else:
+            calls.append(Call(f"call_{number}_{len(calls)}", *found))
+    content = "\n".join(filter(None, [parsed.content, *malformed]))
+    content = content.partition(stop)[0] if stop else content
+    return Said(content, parsed.reasoning, tuple(calls), tuple(malformed) if most_calls else ())
+
+
+def opening_of(renderer: Renderer, names: Collection[str]) -> bytes:
+    """Token ids that the model's turn begins with where it calls one of the tools `names`, as the renderer writes such calls: as far as
+    calls of any of them, with whatever arguments, have the same.
+
+    Raises RenderError, one sentence, where calls are not written, or not in a form that is read here.
+    """
+    first, last = min(names), max(names)  # what these have in common all in between have
+    calls = [_rendered_call(renderer, name, arguments) for name in dict.fromkeys((first, last)) for arguments in ({}, {"x": 1}, {"y": 2})]
+    alike = takewhile(lambda tokens: len({*tokens}) == 1, zip(*(array("i", call) for call in calls), strict=False))
+    opening = array("i", (token for token, *_ in alike))
+    if not opening:
+        raise RenderError("the model's chat template begins each call in another way")
+    return opening.tobytes()
+
+
+def _rendered_call(renderer: Renderer, name: str, arguments: dict[str, Any]) -> bytes:
+    """Token ids of a turn that calls a tool, and of what follows it, from where a prompt ends."""
+    asked = {"role": "user", "content": "?"}
+    call = {"id": "123456789", "type": "function", "function": {"name": name, "arguments": arguments}}
+    prompt = renderer.chat([asked])
+    whole = renderer.chat([asked, {"role": "assistant", "content": None, "tool_calls": [call]}])
+    turn = whole.removeprefix(prompt)
+    if len(turn) == len(whole) or [each.name for each in read_turn(renderer, prompt, turn, renderer.decode(turn)).calls] != [name]:
+        raise RenderError("the model's chat template writes no calls in a form that is known here")
+    return turn

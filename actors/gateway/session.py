@@ -10,11 +10,12 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from rubato.actors.config import RESERVED_SCORES
+from rubato.actors.envs.calls import MOST_CALLS, Said, said_in
 from rubato.actors.envs.chat import TOKEN_BYTES, Renderer
 from rubato.actors.envs.recorder import GaveUp, Recorder
 from rubato.actors.envs.templates import RenderError
-from rubato.actors.gateway.calls import MOST_CALLS, Said, opening_of, said_in
 from rubato.actors.gateway.forest import Ended, Forest, Message, Place
+from rubato.actors.gateway.renderers import opening_of, read_turn
 from rubato.actors.messages.generation import Completion, Sampling
 from rubato.actors.messages.samples import flaw_of_reward
 from rubato.runtime.errors import first_cause
@@ -123,8 +124,8 @@ class Prompt(NamedTuple):
     """Token ids that are new behind the place."""
     opening: bytes = b""
     """Those at their end that begin the turn itself."""
-    decode: Callable[[bytes], str] = str
-    """The text of ids; of a prompt with an opening."""
+    renderer: Renderer | None = None
+    """Of the messages; None where there are none."""
 
     @property
     def num(self) -> int:
@@ -317,7 +318,7 @@ class Session:
         size = sum(map(len, place.meanings[0 if rerenders else len(ask.messages) - len(place.new) :]))
         render = partial(_reshown if rerenders else _shown, renderer, place, ask.messages)
         place, shown = render() if size <= SHORT else await self._offload(render)
-        return Prompt(place, shown + opening, opening, renderer.decode)
+        return Prompt(place, shown + opening, opening, renderer)
 
     async def _opening(self, renderer: Renderer, ask: Ask) -> bytes:
         key = ask.tools, ask.forced
@@ -343,16 +344,26 @@ class Session:
             else:
                 self.forest.withdrawn(place, transcript)
             raise
-        begun = asked.decode(asked.opening) if asked.opening else ""
-        if begun:
-            text = recorder.texts[-1] = asked.decode(asked.opening + completion.tokens.ids)
-        text, stop = _up_to(text, ask.stop if completion.finish_reason == "stop" else (), len(begun))
-        most_calls = ask.most_calls if isinstance(ask, Ask) and ask.tools else 0
-        said = said_in(text, len(self.forest.turns), most_calls=most_calls)
+        said, stop = self._said(ask, asked, prompt, text, completion)
         self._check_open()
         self.forest.sampled(place, transcript, said.message, choice=choice)
         self.answer = said.content
         return Answer(said, completion, len(prompt) // TOKEN_BYTES, prompt, stop)
+
+    def _said(self, ask: Ask | AskTokens, asked: Prompt, prompt: bytes, text: str, completion: Completion) -> tuple[Said, str]:
+        """The parts of a turn, and what of `ask.stop` ended it; `text` is what was sampled behind `prompt`."""
+        stops, number = ask.stop if completion.finish_reason == "stop" else (), len(self.forest.turns)
+        if isinstance(ask, AskTokens) or asked.renderer is None:
+            text, stop = _up_to(text, stops)
+            return said_in(text, number, most_calls=0), stop
+        renderer, opening, begun = asked.renderer, asked.opening, ""
+        turn = opening + completion.tokens.ids
+        if opening:
+            begun, text = renderer.decode(opening), renderer.decode(turn)
+            self.recorder.texts[-1] = text
+        text, stop = _up_to(text, stops, len(begun))
+        most_calls = ask.most_calls if ask.tools else 0
+        return read_turn(renderer, prompt[: len(prompt) - len(opening)], turn, text, number, stop=stop, most_calls=most_calls), stop
 
     def _sampling(self, ask: Ask | AskTokens, room: int) -> Sampling:
         """The run's, within what is asked and `room`. Turns behind one history differ by their seeds."""
@@ -476,7 +487,7 @@ def _require_new(place: Place) -> None:
         raise Refused(400, "invalid_request_error", "the conversation ends with the model's own turn: say something behind it")
 
 
-def _up_to(text: str, stop: Sequence[str], begin: int) -> tuple[str, str]:
+def _up_to(text: str, stop: Sequence[str], begin: int = 0) -> tuple[str, str]:
     """The text before the first of `stop` that is in it from `begin` on, and that; the whole without one."""
     at, found = min(((at, each) for each in stop if (at := text.find(each, begin)) >= 0), default=(len(text), ""))
     return text[:at], found

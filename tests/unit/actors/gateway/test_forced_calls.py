@@ -9,8 +9,8 @@ from rubato.actors.envs.chat import ChatRenderer
 from rubato.actors.envs.named_renderer import NamedRenderer
 from rubato.actors.envs.templates import RenderError
 from rubato.actors.gateway import chat_api, messages_api, responses_api
-from rubato.actors.gateway.calls import opening_of
 from rubato.actors.gateway.dialect import Head
+from rubato.actors.gateway.renderers import opening_of
 from rubato.actors.gateway.session import Refused
 from tests.chat_models import CHATML, chat_model
 from tests.scripted_sessions import scripted_session

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from rubato.actors.gateway.calls import MOST_CALLS, said_in
+from rubato.actors.envs.calls import MOST_CALLS, said_in
 
 ADD = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": {"c": 3}}}\n</tool_call>'
 
@@ -36,10 +36,12 @@ def test_what_is_no_call_stays_text_for_the_agent_to_see(text):
     said = said_in(text, 0)
 
     assert (said.content, said.calls) == (text, ())
+    assert said.malformed == (text.removeprefix("<tool_call>").removesuffix("</tool_call>"),)
+    assert said_in(f"{ADD}\n{text}").malformed == said.malformed
 
 
 def test_without_tools_nothing_is_taken_for_a_call():
-    assert said_in(ADD, 0, most_calls=0).content == ADD
+    assert said_in(ADD, 0, most_calls=0) == (ADD, "", (), ())
 
 
 @pytest.mark.parametrize("opening", ["<think>\n", ""])  # a template may have written it already
