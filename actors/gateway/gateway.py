@@ -11,7 +11,7 @@ import importlib.util
 import os
 import secrets
 import socket
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -24,7 +24,7 @@ from pydantic import Field, field_validator
 from rubato.actors import plugins
 from rubato.actors.envs.environment import Observation
 from rubato.actors.envs.hosting import TOOLS, EnvHost, HostedEnv
-from rubato.actors.envs.manager import EnvManager
+from rubato.actors.envs.manager import CANCELLED, EnvManager
 from rubato.actors.envs.recorder import GaveUp, Recorder
 from rubato.actors.envs.rollout import EnvDriver, RolloutContext, RolloutHook
 from rubato.actors.envs.section import EnvSection
@@ -110,10 +110,23 @@ class Opened(NamedTuple):
     """Those that the environment declares."""
 
 
+class Waiting(NamedTuple):
+    """An opening that waits for its session."""
+
+    opened: asyncio.Future[Opened]
+    task: str | None
+    """Which it wants; None: any."""
+
+    @property
+    def waits(self) -> bool:
+        return not self.opened.done()
+
+
 class Opening(msgspec.Struct):
     """Body of POST /sessions."""
 
     task: str | None = None
+    """Of the config's tasks the one that is wanted; None: any."""
     metadata: Any = None
 
 
@@ -150,9 +163,11 @@ class Gateway(EnvManager):
         self.hooks.append(Outside(self, self._playing))
         self._section: GatewaySection = config.gateway
         self._server = SessionServer(self.run.folder.name, secrets.token_urlsafe(32))
-        self._openings: deque[asyncio.Future[Opened]] = deque()
-        self._unmatched: set[OutsideDriver] = set()
-        """Drivers whose environments are not ready for an agent yet."""
+        self._openings: deque[Waiting] = deque()
+        self._unmatched: dict[OutsideDriver, str] = {}
+        """Drivers that have no agent yet, and their tasks: their environments are being made ready, or none that waits wants the task."""
+        self._wanted = asyncio.Event()
+        """Another opening waits, or one less; a new one each time."""
         self._renderers = Renderers(self.run.folder / self.config.model.path, self.offload)
         self._served: asyncio.Task[None] | None = None
         self._url = ""
@@ -226,8 +241,8 @@ class Gateway(EnvManager):
             self._takes_more = False
             while self._openings:
                 opening = self._openings.popleft()
-                if not opening.done():
-                    opening.set_exception(run_over())
+                if opening.waits:
+                    opening.opened.set_exception(run_over())
 
     async def _look_at_tasks(self) -> None:
         """Show too what follows where the chat template changes earlier turns, in place of what follows for environments."""
@@ -237,22 +252,27 @@ class Gateway(EnvManager):
         await super()._look_at_tasks()
 
     def _room(self) -> int:
-        waiting = max(0, len(self._openings) - len(self._unmatched))  # one whose ticket is there may have left
-        return min(waiting, self.config.env.concurrency - len(self._running))
+        named = Counter(each.task for each in self._openings if each.task is not None)
+        coming = Counter(self._unmatched.values())
+        own = (named & coming).total()  # have a ticket of the task that they name
+        others = min(len(self._openings) - named.total(), coming.total() - own)  # one whose ticket is there may have left
+        return min(len(self._openings) - own - others, self.config.env.concurrency - len(self._running))
 
-    def begins(self, driver: "OutsideDriver") -> None:
+    def begins(self, driver: "OutsideDriver", context: RolloutContext) -> None:
         """Its ticket is there, and its environment comes next."""
-        self._unmatched.add(driver)
+        self._unmatched[driver] = next(name for name, each in self._rollouts.items() if each is context)
 
-    def session_of(self, driver: "OutsideDriver", context: RolloutContext, recorder: Recorder, observation: Observation) -> Session:
-        """A session for the agent that waits longest. Raises GaveUp where none waits any more: another attempt begins then."""
-        self._unmatched.discard(driver)
-        while self._openings:
-            opening = self._openings.popleft()
-            if not opening.done():
-                break
-        else:
-            raise GaveUp("agent_left", "it went away before its session began", retry=True)
+    async def session_of(self, driver: "OutsideDriver", context: RolloutContext, recorder: Recorder, observation: Observation) -> Session:
+        """A session for the agent that waits longest, of those that want this task or any; waits for one while agents wait for other tasks.
+
+        Raises GaveUp where none waits any more: the ticket is issued again for the next one.
+        """
+        with recorder.waiting("agent", ""):
+            while (opening := self._next(recorder.ticket.task)) is None:
+                if not any(each.waits for each in self._openings):
+                    raise GaveUp(CANCELLED, retry=True)
+                await self._wanted.wait()
+        del self._unmatched[driver]
         session = Session(
             partial(self._renderers.of, context),
             offload=self.offload,
@@ -265,8 +285,19 @@ class Gateway(EnvManager):
         )
         session.begin(recorder)
         self._server.add(session)
-        opening.set_result(Opened(session, observation, context.host.declared.get(TOOLS, ())))
+        opening.opened.set_result(Opened(session, observation, context.host.declared.get(TOOLS, ())))
         return session
+
+    def _next(self, task: str) -> Waiting | None:
+        found = next((each for each in self._openings if each.waits and each.task in (None, task)), None)
+        if found is not None:
+            self._openings.remove(found)
+        return found
+
+    def _openings_changed(self) -> None:
+        self._changed.set()
+        self._wanted.set()
+        self._wanted = asyncio.Event()
 
     async def _deliver(self, request: Put | GiveUp) -> str | None:
         """Its session's agent hears of the fate."""
@@ -282,7 +313,7 @@ class Gateway(EnvManager):
         try:
             await super()._run(running)
         finally:
-            self._unmatched.discard(driver)
+            self._unmatched.pop(driver, None)
             if driver.session is not None:
                 self._server.remove(driver.session)
 
@@ -295,26 +326,23 @@ class Gateway(EnvManager):
             raise Refused(
                 404, "no_such_task", f"the run has no task {opening.task[:80]!r}; it has {', '.join(self._tasks) or 'one without a name'}"
             )
-        if opening.task is not None and len(self._tasks) > 1:
-            raise Refused(
-                400, "invalid_request_error", "task: a session's task is drawn by the weights of the config's tasks: leave it out"
-            )
         if not self._takes_more:
             raise run_over()
         if len(self._openings) >= self._section.max_waiting:
             raise Refused(429, "too_many_waiting", f"gateway.max_waiting={self._section.max_waiting} openings wait already")
-        waiting: asyncio.Future[Opened] = asyncio.get_running_loop().create_future()
+        waiting = Waiting(asyncio.get_running_loop().create_future(), opening.task)
         self._openings.append(waiting)
-        self._changed.set()
+        self._openings_changed()
         try:
             async with asyncio.timeout(self._section.wait_s), until_gone(request):
-                session, prompt, tools = await waiting
+                session, prompt, tools = await waiting.opened
         except TimeoutError:
-            raise Refused(503, "no_room", f"no place in a batch came free within gateway.wait_s={self._section.wait_s:g}") from None
+            raise Refused(503, "no_room", self._why_no_room()) from None
         finally:
-            waiting.cancel()
+            waiting.opened.cancel()
             if waiting in self._openings:
                 self._openings.remove(waiting)
+            self._openings_changed()
         session.metadata = opening.metadata
         ticket = session.recorder.ticket
         return {
@@ -330,6 +358,11 @@ class Gateway(EnvManager):
             "version": ticket.version,
             "expires_s": self._section.idle_s,
         }
+
+    def _why_no_room(self) -> str:
+        told = f"no place in a batch came free within gateway.wait_s={self._section.wait_s:g}"
+        tasks = sorted({task for task in self._unmatched.values() if task})
+        return told + (f"; agents are wanted for {', '.join(tasks)}, as the weights of the config's tasks have it" if tasks else "")
 
 
 class Outside(RolloutHook):
@@ -349,10 +382,10 @@ class OutsideDriver(EnvDriver):
     def __init__(self, context: RolloutContext, gateway: Gateway) -> None:
         super().__init__(context)
         self._gateway = gateway
-        gateway.begins(self)
+        gateway.begins(self, context)
 
     async def _play_turns(self, recorder: Recorder, env: HostedEnv, observation: Observation) -> None:
-        session = self.session = self._gateway.session_of(self, self._context, recorder, observation)
+        session = self.session = await self._gateway.session_of(self, self._context, recorder, observation)
         await session.drive(recorder)
         if not session.rewarded:
             await self._step(recorder, env, session.answer)

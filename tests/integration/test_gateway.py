@@ -268,6 +268,56 @@ async def test_a_data_set_gives_sessions_their_prompt_and_its_grader_scores_thei
     assert Counter(line["reward"] for line in ledger if line["step"] == 1) == {0.0: 2, 1.0: 2}
 
 
+TWO = ("tasks.sums.data={path: PATH}", "tasks.words.data={path: PATH}", "run.steps=2")
+
+
+def two_tasks(tmp_path) -> list[str]:
+    rows = [{"prompt": f"add {number}", "answer": str(number)} for number in range(4)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return [each.replace("PATH", str(tmp_path / "rows.jsonl")) for each in TWO]
+
+
+@pytest.mark.parametrize("named", [True, False])
+async def test_a_session_that_names_its_task_gets_one_of_it_and_the_weights_hold(tmp_path, model, named):
+    opened = []
+    async with served(tmp_path / "run", model, *two_tasks(tmp_path)) as (job, client):
+
+        async def agents(task):
+            while (told := await client.post("/sessions", json={"task": task} if task else {})).status_code == 200:
+                session = told.json()
+                opened.append((task, session["task"]))
+                body = {"messages": [{"role": "user", "content": session["prompt"]}]}
+                headers = {"Authorization": f"Bearer {session['api_key']}"}
+                (await client.post("/v1/chat/completions", json=body, headers=headers)).raise_for_status()
+                await client.post(f"/sessions/{session['session_id']}/complete", json={"reward": len(opened) % 2}, headers=headers)
+            assert told.json()["error"]["code"] == "run_over"
+
+        async with asyncio.TaskGroup() as tasks:
+            for task in ("sums", "words", *((None,) if not named else ())):
+                tasks.create_task(agents(task))
+            rows = [row async for row in job.rows()]
+
+    assert [row["step"] for row in rows] == [1, 2]
+    assert all(task in (None, got) for task, got in opened)
+    assert any(task is None for task, _ in opened) != named
+    ledger = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    assert Counter(line["task"] for line in ledger if line["step"]) == {"sums": 4, "words": 4}
+
+
+async def test_where_no_agent_comes_for_a_task_the_others_are_told_which_one(tmp_path, model):
+    async with served(tmp_path / "run", model, *two_tasks(tmp_path), "gateway.wait_s=2") as (_, client):
+        told = await asyncio.gather(*(client.post("/sessions", json={"task": "sums"}) for _ in range(12)))
+        late = await client.post("/sessions", json={"task": "words"})
+        unknown = await client.post("/sessions", json={"task": "none"})
+
+    got = [each.json() for each in told if each.status_code == 200]
+    late_ones = [each.json()["error"] for each in told if each.status_code != 200]
+    assert {each["task"] for each in got} == {"sums"}
+    assert {(each.status_code, late.status_code) for each in told} == {(200, 200), (503, 200)}
+    assert all("agents are wanted for words" in each["message"] for each in late_ones)
+    assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "no_such_task")
+
+
 SLOW = """
 import asyncio
 
