@@ -6,13 +6,13 @@ from dataclasses import replace
 from functools import partial
 from secrets import token_hex
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
 from rubato.actors.gateway import chat_api, generate_api, messages_api, responses_api, token_api
 from rubato.actors.gateway.dialect import Asked, Dialect, Error, Head, comment, openai_error, openai_failed
-from rubato.actors.gateway.session import Answer, Refused, Session, SessionOver
+from rubato.actors.gateway.session import Answer, Ask, AskTokens, Refused, SessionOver
 from rubato.runtime.observe.trace import wall_s
 
 if TYPE_CHECKING:
@@ -41,7 +41,17 @@ DIALECTS: Mapping[str, Dialect[Any]] = MappingProxyType(
 Turns = Callable[[], Awaitable[tuple[Answer, ...]]]
 
 
-async def answer_in(dialect: Dialect[Any], session: Session, body: bytes, model: str) -> Any:
+class Speaker(Protocol):
+    """What turns are asked of: a session, or engines outside any. Both raise SessionOver and Refused."""
+
+    async def turns(self, ask: Ask | AskTokens) -> tuple[Answer, ...]: ...
+
+    async def count(self, ask: Ask) -> int:
+        """Tokens of its prompt."""
+        ...
+
+
+async def answer_in(dialect: Dialect[Any], session: Speaker, body: bytes, model: str) -> Any:
     """What the session answers to `body`: JSON's types, or a response that streams. `model` is its name where none was asked for.
 
     Raises SessionOver and Refused.

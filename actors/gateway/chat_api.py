@@ -21,10 +21,12 @@ from rubato.actors.gateway.dialect import (
     tool,
 )
 from rubato.actors.gateway.forest import MOST_MESSAGES
-from rubato.actors.gateway.session import MOST_AT_ONCE, Answer, Ask
+from rubato.actors.gateway.session import MOST_AT_ONCE, Answer, Ask, Wanted
 from rubato.bus.message import unpack_f32, unpack_i32
 
 NumTokens = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
+Temperature = Annotated[float, msgspec.Meta(ge=0, le=100)]
+TopP = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Stop = Annotated[str, msgspec.Meta(min_length=1, max_length=STOP_LENGTH)]
 
 
@@ -33,7 +35,7 @@ class StreamOptions(msgspec.Struct):
 
 
 class Asked(msgspec.Struct):
-    """What of a body is read; how the run samples is its config's, whatever temperature a client names."""
+    """What of a body is read."""
 
     messages: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1, max_length=MOST_MESSAGES)]
     model: str | None = None
@@ -52,6 +54,11 @@ class Asked(msgspec.Struct):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
     return_token_ids: bool | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    seed: int | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
 
     @property
     def streams(self) -> bool:
@@ -75,6 +82,7 @@ class Asked(msgspec.Struct):
             self.n or 1,
             most_calls(none=choice == "none", parallel=self.parallel_tool_calls),
             forced(choice, tools, any_of="required"),
+            Wanted(self.temperature, self.top_p, self.seed, bool(self.frequency_penalty or self.presence_penalty)),
         )
 
 

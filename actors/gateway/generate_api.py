@@ -8,7 +8,7 @@ import msgspec
 from rubato.actors.gateway import token_api
 from rubato.actors.gateway.chat_api import Stop
 from rubato.actors.gateway.dialect import MOST_STOPS, Head, invalid, read, require_absent
-from rubato.actors.gateway.session import MOST_AT_ONCE, Answer, AskTokens
+from rubato.actors.gateway.session import MOST_AT_ONCE, Answer, AskTokens, Wanted
 from rubato.actors.gateway.token_api import (
     GeneratedTokens,
     GenerateTokens,
@@ -64,6 +64,7 @@ class Asked(GenerateTokens, frozen=True):
             tuple(params.stop_token_ids or ()),
             own_ends=params.ignore_eos,
             n=params.n,
+            wanted=Wanted(params.temperature, params.top_p, params.seed),
         )
 
 

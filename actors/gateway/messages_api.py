@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from rubato.actors.gateway.chat_api import NumTokens, Stop, forced, most_calls
+from rubato.actors.gateway.chat_api import NumTokens, Stop, Temperature, TopP, forced, most_calls
 from rubato.actors.gateway.dialect import (
     MOST_STOPS,
     MOST_TOOLS,
@@ -24,7 +24,7 @@ from rubato.actors.gateway.dialect import (
     tool,
 )
 from rubato.actors.gateway.forest import MOST_MESSAGES
-from rubato.actors.gateway.session import Answer, Ask
+from rubato.actors.gateway.session import Answer, Ask, Wanted
 
 BETWEEN = "\n\n"
 """Between two texts of a message that the model did not write."""
@@ -49,6 +49,8 @@ class Asked(msgspec.Struct):
     tools: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=MOST_TOOLS)] | None = None
     tool_choice: dict[str, Any] | None = None
     stream: bool | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
     output_config: dict[str, Any] | None = None
     output_format: Any = None
     mcp_servers: Any = None
@@ -80,6 +82,7 @@ class Asked(msgspec.Struct):
             tuple(self.stop_sequences or ()),
             most_calls=most_calls(none=kind == "none", parallel=choice.get("disable_parallel_tool_use") is not True),
             forced=forced(choice if kind == "tool" else kind, tools, any_of="any"),
+            wanted=Wanted(self.temperature, self.top_p),
         )
 
 

@@ -11,6 +11,7 @@ from itertools import chain, pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
+from rubato.actors.config import RolloutSection
 from rubato.actors.envs.calls import MOST_CALLS, Call, Said, call_of, said_in
 from rubato.actors.envs.chat import Renderer, renderer_of
 from rubato.actors.envs.hosting import TOOLS
@@ -37,10 +38,14 @@ class Renderers:
         """Of a task's sessions, for requests with these tools. Raises ValueError, one sentence, for some that the template can't show."""
         if not tools and not context.host.declared.get(TOOLS):
             return context.renderer
-        key = json.dumps([context.rollout.model_dump(mode="json"), [*tools]], sort_keys=True)
+        return await self.by(context.rollout, tools)
+
+    async def by(self, limits: RolloutSection, tools: Sequence[Mapping[str, Any]] = ()) -> Renderer:
+        """As `limits` say, with these tools. Raises ValueError, one sentence."""
+        key = json.dumps([limits.model_dump(mode="json"), [*tools]], sort_keys=True)
         async with self._making:
             if key not in self._kept:
-                self._kept[key] = await self._offload(partial(renderer_of, context.rollout, self._folder, tools=tools))
+                self._kept[key] = await self._offload(partial(renderer_of, limits, self._folder, tools=tools))
             self._kept.move_to_end(key)
             while len(self._kept) > KEPT:
                 self._kept.popitem(last=False)

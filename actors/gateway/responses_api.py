@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from rubato.actors.gateway.chat_api import NumTokens, forced, most_calls
+from rubato.actors.gateway.chat_api import NumTokens, Temperature, TopP, forced, most_calls
 from rubato.actors.gateway.dialect import (
     MOST_TOOLS,
     Error,
@@ -22,7 +22,7 @@ from rubato.actors.gateway.dialect import (
     tool,
 )
 from rubato.actors.gateway.forest import MOST_MESSAGES
-from rubato.actors.gateway.session import Answer, Ask
+from rubato.actors.gateway.session import Answer, Ask, Wanted
 
 TEXTS = ("input_text", "output_text", "text", "refusal")
 """Parts that have a text."""
@@ -45,6 +45,8 @@ class Asked(msgspec.Struct):
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     stream: bool | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
     previous_response_id: str | None = None
     conversation: Any = None
     prompt: Any = None
@@ -74,6 +76,7 @@ class Asked(msgspec.Struct):
             self.max_output_tokens,
             most_calls=most_calls(none=choice == "none", parallel=self.parallel_tool_calls),
             forced=forced(choice, tools, any_of="required"),
+            wanted=Wanted(self.temperature, self.top_p),
         )
 
     @property

@@ -69,9 +69,7 @@ class SessionServer:
 
     async def serve(self, listening: socket.socket, *opening: Any) -> None:
         """Answer until cancelled; `opening` are further routes."""
-        app = self._app(opening)
-        quiet = {"lifespan": "off", "ws": "none", "log_config": None, "access_log": False, "proxy_headers": False}
-        self._http = HttpServer(uvicorn.Config(app, timeout_keep_alive=KEEP_ALIVE_S, **quiet))
+        self._http = http_server(self._app(opening))
         await self._http.run_on(listening)
 
     async def answer_on(self, listening: socket.socket, most: int) -> None:
@@ -152,7 +150,7 @@ class SessionServer:
 
     def check_admin(self, request: "Request") -> None:
         """Raises Refused."""
-        if not self._is_admin(_key_of(request)):
+        if not self._is_admin(key_of(request)):
             raise Refused(401, "invalid_api_key", "the key is not the one in the run's gateway.json")
 
     def _is_admin(self, key: str) -> bool:
@@ -163,7 +161,7 @@ class SessionServer:
 
         Clients send a key of some kind in any case: below a session's path only one of another session is refused.
         """
-        key = _key_of(request)
+        key = key_of(request)
         name = _name_of(request)
         session = self._sessions.get(name)
         if session is None and (over := self._over.get(name)) is not None:
@@ -171,6 +169,12 @@ class SessionServer:
         if session is None or (key.startswith(KEY_PREFIX) and key != session.key):
             raise Refused(401, "invalid_api_key", "no session has this key")
         return session
+
+
+def http_server(app: Any) -> HttpServer:
+    """Of an ASGI application."""
+    quiet = {"lifespan": "off", "ws": "none", "log_config": None, "access_log": False, "proxy_headers": False}
+    return HttpServer(uvicorn.Config(app, timeout_keep_alive=KEEP_ALIVE_S, **quiet))
 
 
 class Answering:
@@ -191,14 +195,14 @@ class Answering:
         await response(scope, receive, send)
 
 
-def _key_of(request: "Request") -> str:
+def key_of(request: "Request") -> str:
     headers = request.headers
     return headers.get("x-api-key") or headers.get("Authorization", "").removeprefix("Bearer ")
 
 
 def _name_of(request: "Request") -> str:
     """Id or key of the session that is meant."""
-    return request.path_params.get("id") or _key_of(request)
+    return request.path_params.get("id") or key_of(request)
 
 
 def decoded(body: bytes, kind: type[BodyT]) -> BodyT:

@@ -88,6 +88,16 @@ class Ending(msgspec.Struct, frozen=True):
         return self.reward if self.rewards is None else sum(self.rewards.values())
 
 
+class Wanted(NamedTuple):
+    """How a client would have a turn sampled. In a session that is the run's to say."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    penalties: bool = False
+    """For what was said before."""
+
+
 class Ask(NamedTuple):
     """One request for a turn."""
 
@@ -101,6 +111,11 @@ class Ask(NamedTuple):
     """Of tools, in one turn; what is beyond them stays text."""
     forced: tuple[str, ...] = ()
     """Tools of which the turn is made to begin with a call of one."""
+    wanted: Wanted = Wanted()
+
+    def ends(self, ids: tuple[int, ...], texts: tuple[str, ...]) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """Token ids and texts that end the turn, where these are the template's own."""
+        return ids, (*texts, *self.stop)
 
 
 class AskTokens(NamedTuple):
@@ -114,6 +129,12 @@ class AskTokens(NamedTuple):
     own_ends: bool = False
     """Only `stop` and `stop_token_ids` end a turn, not the template's own ends."""
     n: int = 1
+    wanted: Wanted = Wanted()
+
+    def ends(self, ids: tuple[int, ...], texts: tuple[str, ...]) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """As Ask has them."""
+        ids, texts = ((), ()) if self.own_ends else (ids, texts)
+        return tuple(dict.fromkeys((*ids, *self.stop_token_ids))), (*texts, *self.stop)
 
 
 class Prompt(NamedTuple):
@@ -344,42 +365,21 @@ class Session:
             else:
                 self.forest.withdrawn(place, transcript)
             raise
-        said, stop = self._said(ask, asked, prompt, text, completion)
+        said, stop, text = said_to(ask, asked.renderer, prompt, asked.opening, completion, text, len(self.forest.turns))
+        recorder.texts[-1] = text
         self._check_open()
         self.forest.sampled(place, transcript, said.message, choice=choice)
         self.answer = said.content
         return Answer(said, completion, len(prompt) // TOKEN_BYTES, prompt, stop)
-
-    def _said(self, ask: Ask | AskTokens, asked: Prompt, prompt: bytes, text: str, completion: Completion) -> tuple[Said, str]:
-        """The parts of a turn, and what of `ask.stop` ended it; `text` is what was sampled behind `prompt`."""
-        stops, number = ask.stop if completion.finish_reason == "stop" else (), len(self.forest.turns)
-        if isinstance(ask, AskTokens) or asked.renderer is None:
-            text, stop = _up_to(text, stops)
-            return said_in(text, number, most_calls=0), stop
-        renderer, opening, begun = asked.renderer, asked.opening, ""
-        turn = opening + completion.tokens.ids
-        if opening:
-            begun, text = renderer.decode(opening), renderer.decode(turn)
-            self.recorder.texts[-1] = text
-        text, stop = _up_to(text, stops, len(begun))
-        most_calls = ask.most_calls if ask.tools else 0
-        return read_turn(renderer, prompt[: len(prompt) - len(opening)], turn, text, number, stop=stop, most_calls=most_calls), stop
 
     def _sampling(self, ask: Ask | AskTokens, room: int) -> Sampling:
         """The run's, within what is asked and `room`. Turns behind one history differ by their seeds."""
         sampling = self.recorder.sampling
         seed = (sampling.seed + self._num_asked) % 2**63
         self._num_asked += 1
-        ends, stop = sampling.stop_token_ids, sampling.stop
-        if isinstance(ask, AskTokens):
-            ends, stop = (() if ask.own_ends else ends) + ask.stop_token_ids, () if ask.own_ends else stop
-        return msgspec.structs.replace(
-            sampling,
-            max_new_tokens=min(room, sampling.max_new_tokens, ask.max_tokens or room),
-            stop_token_ids=tuple(dict.fromkeys(ends)),
-            seed=seed,
-            stop=(*stop, *ask.stop),
-        )
+        ends, stop = ask.ends(sampling.stop_token_ids, sampling.stop)
+        num = min(room, sampling.max_new_tokens, ask.max_tokens or room)
+        return msgspec.structs.replace(sampling, max_new_tokens=num, stop_token_ids=ends, seed=seed, stop=stop)
 
     def _why_not(self, end: GaveUp) -> SessionOver | Refused:
         if end.reason == "stale":
@@ -449,6 +449,24 @@ class Session:
         """A request began, or is over: a session with one under way does not expire."""
         if self._idle_s is not None and self._expires is not None and self.over is None and not self._expires.expired():
             self._expires.reschedule(None if self._asking else asyncio.get_running_loop().time() + self._idle_s)
+
+
+def said_to(
+    ask: Ask | AskTokens, renderer: Renderer | None, prompt: bytes, opening: bytes, completion: Completion, text: str, number: int
+) -> tuple[Said, str, str]:
+    """The parts of turn `number`, what of `ask.stop` ended it, and its whole text: `text` was sampled behind `prompt`, and `opening` is the
+    end of that which begins the turn."""
+    stops = ask.stop if completion.finish_reason == "stop" else ()
+    if isinstance(ask, AskTokens) or renderer is None:
+        shown, stop = _up_to(text, stops)
+        return said_in(shown, number, most_calls=0), stop, text
+    turn, begun = opening + completion.tokens.ids, ""
+    if opening:
+        begun, text = renderer.decode(opening), renderer.decode(turn)
+    shown, stop = _up_to(text, stops, len(begun))
+    most_calls = ask.most_calls if ask.tools else 0
+    said = read_turn(renderer, prompt[: len(prompt) - len(opening)], turn, shown, number, stop=stop, most_calls=most_calls)
+    return said, stop, text
 
 
 def check_ending(ending: Ending, before: Ending | None) -> None:

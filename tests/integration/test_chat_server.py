@@ -55,12 +55,13 @@ async def test_a_chat_is_answered_by_the_engines_and_what_cannot_be_had_is_refus
             told = (await client.post("/chat/completions", json=chat)).json()
             greedy = await client.post("/chat/completions", json={**chat, "temperature": 0, "seed": 1})
             models = (await client.get("/models")).json()
+            streamed = await client.post("/chat/completions", json={**chat, "stream": True, "n": 2})
             refused = {
                 what: await client.post("/chat/completions", json={**chat, **odd})
                 for what, odd in {
-                    "stream": {"stream": True},
-                    "`$.n`": {"n": 2},
-                    "`$.stop`": {"stop": ["x"]},
+                    "`$.n`": {"n": 0},
+                    "`$.stop[0]`": {"stop": [""]},
+                    "frequency_penalty": {"frequency_penalty": 0.5},
                     "`$.messages`": {"messages": []},
                     "leaves no room in engine.max_len": {"messages": [{"role": "user", "content": "7 " * 5000}]},
                 }.items()
@@ -73,6 +74,9 @@ async def test_a_chat_is_answered_by_the_engines_and_what_cannot_be_had_is_refus
     assert 1 <= told["usage"]["completion_tokens"] <= 4
     assert told["usage"]["total_tokens"] == told["usage"]["prompt_tokens"] + told["usage"]["completion_tokens"]
     assert greedy.status_code == 200
+    events = [json.loads(line.removeprefix("data: ")) for line in streamed.text.split("\n\n") if line.startswith("data: {")]
+    assert {event["choices"][0]["index"] for event in events} == {0, 1}
+    assert streamed.text.endswith("data: [DONE]\n\n")
     assert models["data"][0]["id"] == tmp_path.name
     assert {answer.status_code for answer in refused.values()} == {400}
     assert all(what in answer.json()["error"]["message"] for what, answer in refused.items()), [answer.text for answer in refused.values()]

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from rubato.actors.envs.templates import RenderError
-from rubato.actors.gateway.chat_server import BODY_S, TOKEN, ChatServer
+from rubato.actors.gateway.chat_server import TOKEN, ChatServer
+from rubato.actors.gateway.server import BODY_S
 from rubato.actors.messages.generation import Completion, Tokens, VersionSpan
 
 CHAT = {"messages": [{"role": "user", "content": "wind 1"}], "max_tokens": 4}
@@ -19,6 +20,10 @@ class Renderer:
 
     stop_token_ids = (0,)
     stop_strings = ("Human:",)
+
+    async def by(self, limits, tools=()):
+        """It is the one for all tools."""
+        return self
 
     def chat(self, turns):
         if turns[0]["role"] == "tool":
@@ -33,7 +38,7 @@ class Server:
     def __init__(self, context):
         self.context, self.left, self.asked = context, [], []
         self.actor = ChatServer(ChatServer.Config(), context)
-        self.actor._chat = Renderer()
+        self.actor._renderers = Renderer()
         self.app = self.actor._app()
         context.actors["llm_proxy"] = self.complete
 
@@ -133,7 +138,7 @@ def test_nobody_is_answered_without_the_token_nor_heard_out(served, monkeypatch,
         {"max_tokens": 0},
         {"max_tokens": -1},
         {"max_completion_tokens": 2**40},
-        {"logprobs": True},
+        {"top_logprobs": 3},
         {"response_format": {"type": "json_object"}},
         {"presence_penalty": 0.5},
         {"logit_bias": {"5": 100}},
@@ -153,7 +158,8 @@ def test_what_would_change_the_answer_and_cannot_be_had_is_refused(served, odd):
         status, told = await server.ask(**odd)
 
         assert (status, server.asked) == (400, [])
-        assert told["error"]["message"].startswith("this is no chat that can be answered here: ")
+        assert told["error"]["type"] == "invalid_request_error"
+        assert told["error"]["message"]
 
     served(play)
 
@@ -182,5 +188,59 @@ def test_what_clients_say_to_ask_for_nothing_is_passed_over(served):
         assert [status for status, _ in answers] == [200, 200]
         assert [(r.sampling.temperature, r.sampling.top_p) for r in server.asked] == [(1.0, 1.0)] * 2
         assert answers[0][1]["choices"][0]["message"]["content"] == "A"
+
+    served(play)
+
+
+def test_a_client_says_how_it_wants_its_answers_sampled_and_gets_several(served):
+    async def play(server):
+        how = {"temperature": 0.5, "top_p": 0.25, "seed": 7, "n": 3, "stop": ["B"], "max_completion_tokens": 9}
+
+        _, told = await server.ask(**how)
+
+        assert [choice["index"] for choice in told["choices"]] == [0, 1, 2]
+        asked = [request.sampling for request in server.asked]
+        assert {(each.temperature, each.top_p, each.max_new_tokens, each.stop) for each in asked} == {(0.5, 0.25, 9, ("Human:", "B"))}
+        assert sorted(each.seed for each in asked) == [7, 8, 9]
+        assert len({request.request_id for request in server.asked}) == 3
+
+    served(play)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/responses", {"input": "wind 1", "temperature": 0}),
+        ("/v1/messages", {"messages": CHAT["messages"], "max_tokens": 4, "temperature": 0}),
+        ("/inference/v1/generate", {"token_ids": [65, 66], "sampling_params": {"temperature": 0}}),
+    ],
+)
+def test_it_speaks_all_dialects_of_the_gateway(served, path, body):
+    async def play(server):
+        status, told = await server.send([json.dumps(body).encode()], path)
+
+        assert (status, len(server.asked)) == (200, 1)
+        assert server.asked[0].sampling.temperature == 0
+        assert "A" in json.dumps(told) or told["choices"][0]["token_ids"] == [65]
+
+    served(play)
+
+
+def test_no_more_answers_are_under_way_than_the_config_says(served):
+    async def play(server):
+        server.actor.config = ChatServer.Config(chat={"max_concurrent": 2})
+        server.context.actors["llm_proxy"] = server.hangs
+
+        async with asyncio.TaskGroup() as tasks:
+            waiting = [tasks.create_task(server.ask()) for _ in range(2)]
+            await asyncio.sleep(1)
+            status, told = await server.ask()
+            for task in waiting:
+                task.cancel()
+
+        assert status == 503
+        assert "chat.max_concurrent=2" in told["error"]["message"]
+        server.context.actors["llm_proxy"] = server.complete
+        assert (await server.ask())[0] == 200
 
     served(play)
