@@ -394,8 +394,7 @@ class EnvManager(plugins.Hooked[RolloutHook], Actor):
         loop = asyncio.get_running_loop()
         until = loop.time() + self._limits.put_timeout_s
         ticket = request.trajectory.ticket if isinstance(request, Put) else request.ticket
-        failed = 0
-        stage = "put" if isinstance(request, Put) else "give_up"
+        failed, stage = 0, "put" if isinstance(request, Put) else "give_up"
         limit = f"rollout.put_timeout_s={self._limits.put_timeout_s:g}"
         with self.waits.on(ticket.trajectory_id, stage=stage, holder="sample_buffer", limit=limit):
             while True:

@@ -1,7 +1,7 @@
 """The HTTP room of sessions: requests of agents, each for the session that its path or its key names.
 
     POST /sessions/{id}/complete     {"reward"?, "rewards"?, "answer"?, "error"?} → {"session_id", "fate"?, "segments", "unused"}
-    GET  /sessions/{id}              its transcripts: token ids, masks, versions
+    GET  /sessions/{id}              its contexts: token ids, masks, versions, and which carry its reward as it is now
     POST /v1/chat/completions        with the session's key, or below /sessions/{id}
     GET  /v1/models
 
@@ -125,6 +125,8 @@ class SessionServer:
 
     async def _show(self, request: "Request") -> Any:
         session = self._session_of(request)
+        carrying = session.carrying()
+        shown = ((transcript.segment(), transcript in carrying) for transcript in session.recorder.transcripts)
         return {
             "session_id": session.id,
             "metadata": session.metadata,
@@ -134,8 +136,9 @@ class SessionServer:
                     "token_ids": unpack_i32(segment.tokens),
                     "mask": list(segment.mask),
                     "versions": [[span.version, span.start, span.end] for span in segment.spans],
+                    "carries": carries,
                 }
-                for segment in (transcript.segment() for transcript in session.recorder.transcripts)
+                for segment, carries in shown
             ],
         }
 

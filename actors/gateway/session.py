@@ -11,7 +11,7 @@ import msgspec
 
 from rubato.actors.config import RESERVED_SCORES
 from rubato.actors.envs.calls import MOST_CALLS, Said, said_in
-from rubato.actors.envs.chat import TOKEN_BYTES, Renderer
+from rubato.actors.envs.chat import TOKEN_BYTES, Renderer, Transcript
 from rubato.actors.envs.recorder import GaveUp, Recorder
 from rubato.actors.envs.templates import RenderError
 from rubato.actors.gateway.forest import Ended, Forest, Message, Place
@@ -254,10 +254,15 @@ class Session:
         await self._quiet.wait()  # else what is sampled from here on would be trained, and not be scored
         if not self.forest.turns:
             raise GaveUp("agent_idle", "the session was completed without a turn")
-        if not self._trains_all:
-            num, recorder.transcripts = len(recorder.transcripts), self.forest.carrying(self.forest.turns[-1])
-            if num_unused := num - len(recorder.transcripts):
-                self.num_unused = recorder.info["unused_contexts"] = num_unused
+        num, recorder.transcripts = len(recorder.transcripts), self.carrying()
+        if num_unused := num - len(recorder.transcripts):
+            self.num_unused = recorder.info["unused_contexts"] = num_unused
+
+    def carrying(self) -> list[Transcript]:
+        """Contexts that would carry the reward if the session ended now."""
+        if self._trains_all or not self.forest.turns:
+            return [*self.recorder.transcripts]
+        return self.forest.carrying(self.forest.turns[-1])
 
     def _why_cancelled(self) -> OverCode:
         """Where the sample buffer ends it: nothing can come of it, mostly for its age."""

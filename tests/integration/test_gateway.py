@@ -17,6 +17,8 @@ import openai
 import pytest
 
 from rubato.actors.report.transcripts.reading import Filters, decoder, find, sample_of
+from rubato.actors.training import tool_model
+from rubato.actors.training.base_model import build
 from rubato.runtime.config.compose import from_mapping
 from rubato.runtime.config.yaml_core import read_yaml
 from rubato.runtime.embed import embed
@@ -390,6 +392,44 @@ async def test_turns_may_follow_what_the_template_shows_of_earlier_ones_behind_e
     shown = [sample_of(row, decoder(tmp_path / "run")) for row in find(tmp_path / "run", Filters(fate="trained")).kept]
     assert sorted(len(sample.branches) for sample in shown) == sorted(told["segments"] for _, told in ends)
     assert {len(sample.turns) for sample in shown} == {3}
+
+
+OPEN_DRAWER = {"type": "function", "function": {"name": "open_drawer", "parameters": {"type": "object", "properties": {}}}}
+
+
+async def test_agents_that_force_calls_train_a_job_token_for_token(tmp_path):
+    build(tmp_path / "model", 1, lambda model, tokenizer: None, tool_model.TEXT)
+    found = []
+    async with served(tmp_path / "run", tmp_path / "model", "run.steps=1") as (job, client):
+
+        async def agent(choice):
+            opened = (await client.post("/sessions", json={})).json()
+            history = [{"role": "user", "content": "first"}]
+            async with openai.AsyncOpenAI(base_url=opened["base_url"], api_key=opened["api_key"], max_retries=0) as agent:
+                for tool_choice in (choice, "auto"):
+                    told = await agent.chat.completions.create(
+                        model="m", messages=history, tools=[OPEN_DRAWER], tool_choice=tool_choice, extra_body={"return_token_ids": True}
+                    )
+                    history += [told.choices[0].message.model_dump(exclude_none=True), {"role": "user", "content": "go on"}]
+                    found.append((tool_choice, told))
+            shown = (await client.get(f"/sessions/{opened['session_id']}")).json()
+            ending = {"reward": float(choice == "required")}
+            (await client.post(f"/sessions/{opened['session_id']}/complete", json=ending)).raise_for_status()
+            return shown
+
+        named = {"type": "function", "function": {"name": "open_drawer"}}
+        async with asyncio.TaskGroup() as tasks:
+            agents = [tasks.create_task(agent(choice)) for choice in ("required", named, "required", named)]
+            assert [row["step"] async for row in job.rows()] == [1]
+
+    for shown in (each.result() for each in agents):
+        (segment,) = shown["segments"]
+        assert segment["carries"]
+        told = [each.choices[0] for _, each in found if segment["token_ids"][: len(each.prompt_token_ids)] == each.prompt_token_ids]
+        assert sum(segment["mask"]) in [len(one.token_ids) + len(other.token_ids) for one in told for other in told]
+    for choice, told in found:
+        message = told.choices[0].message
+        assert choice == "auto" or message.tool_calls or message.content.startswith(tool_model.CALL.partition('{"number"')[0])
 
 
 @pytest.fixture
