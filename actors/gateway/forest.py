@@ -177,10 +177,12 @@ class Forest:
         if place.before is not None:
             transcript.cut(place.before.end)
 
-    def sampled(self, place: Place, transcript: Transcript, said: Message, *, choice: int = 0) -> Turn:
-        """A turn was sampled at the end of `transcript`, which the client is told as the message `said`."""
+    def sampled(self, place: Place, transcript: Transcript, said: Message, *, choice: int = 0, forced: int = 0) -> Turn:
+        """A turn was sampled at the end of `transcript`, which the client is told as the message `said`; it began with `forced` tokens that
+        were not sampled.
+        """
         before, own = transcript.last_turn
-        turn = Turn(transcript, len(before) // TOKEN_BYTES, len(transcript), place.before, choice)
+        turn = Turn(transcript, len(before) // TOKEN_BYTES - forced, len(transcript), place.before, choice)
         self._ended[turn.end, blake2b(before + own, digest_size=16).digest()] = turn
         if place.meanings:
             self._told(place, said).turns.append(turn)

@@ -373,7 +373,7 @@ class Session:
         said, stop, text = said_to(ask, asked.renderer, prompt, asked.opening, completion, text, len(self.forest.turns))
         recorder.texts[-1] = text
         self._check_open()
-        self.forest.sampled(place, transcript, said.message, choice=choice)
+        self.forest.sampled(place, transcript, said.message, choice=choice, forced=len(asked.opening) // TOKEN_BYTES)
         self.answer = said.content
         return Answer(said, completion, len(prompt) // TOKEN_BYTES, prompt, stop)
 

@@ -6,7 +6,9 @@ import pytest
 
 from rubato.actors.envs.named_renderer import NamedRenderer
 from rubato.actors.gateway.renderers import opening_of, read_turn
+from rubato.actors.gateway.session import Ask
 from tests.chat_models import chat_model
+from tests.scripted_sessions import scripted_session
 
 QWEN3 = ("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 GLM = (
@@ -86,3 +88,23 @@ def test_a_turn_without_text_is_shown_without_any(family):
 
     assert "None" not in shown
     assert "add" in shown
+
+
+async def test_a_forced_call_is_gone_on_from_by_the_tokens_that_were_kept(family):
+    name, renderer = family
+    says = {"qwen3": 'add", "arguments": {"a": "2"}}\n</tool_call>', "glm-4.5": CALLS["glm-4.5"].removeprefix("<tool_call>")}[name]
+    session = scripted_session(says, "<think>hm</think>5", renderer=lambda tools: renderer)
+    session.proxy.end = renderer._tokenizer.raw.token_to_id({"qwen3": "<|im_end|>", "glm-4.5": "<|observation|>"}[name])
+    asked = Ask([{"role": "user", "content": "2 + 3?"}], tools=TOOLS, forced=("add", "sub"))
+
+    (first,) = await session.turns(asked)
+    result = {"role": "tool", "tool_call_id": first.said.calls[0].id, "content": "5"}
+    (second,) = await session.turns(asked._replace(messages=[*asked.messages, first.said.message, result], forced=()))
+
+    assert [(call.name, json.loads(call.arguments)) for call in first.said.calls] == [("add", {"a": "2"})]
+    assert second.said.content.strip() == "5"
+    assert second.prompt.startswith(first.prompt + first.completion.tokens.ids)
+    between = renderer.decode(second.prompt.removeprefix(first.prompt + first.completion.tokens.ids))
+    assert "5" in between
+    assert "tool_call" not in between
+    assert len(session.recorder.transcripts) == 1
