@@ -140,10 +140,10 @@ class SimServer(SessionServer):
 
     def __init__(self, model: str, http: HttpTasks) -> None:
         super().__init__(model)
-        self._http = http
+        self._requests = http
 
     async def serve(self, listening: Any, *opening: Any) -> None:
-        await self._http.serve(self._app(opening))
+        await self._requests.serve(self._app(opening))
 
 
 class NoSocket:
@@ -169,8 +169,8 @@ class SimGateway(Gateway):
     async def _bound(self, host: str, port: int, before: Address) -> Any:
         return NoSocket()
 
-    def session_of(self, driver: OutsideDriver, context: RolloutContext, recorder: Recorder, observation: Observation) -> Session:
-        session = super().session_of(driver, context, recorder, observation)
+    async def session_of(self, driver: OutsideDriver, context: RolloutContext, recorder: Recorder, observation: Observation) -> Session:
+        session = await super().session_of(driver, context, recorder, observation)
         self.monitor.tokens.opened(session.id, recorder.ticket)
         return session
 
