@@ -20,19 +20,21 @@ def rollout_hooks(config: Any) -> Iterator[str]:
     """Paths of the hooks of an environment manager, see actors/envs/rollout.py."""
     if config.cluster.dir:
         yield "rubato.actors.cluster.rollmux:GeneratingCount"
-    if _has_agents(config):
-        yield "rubato.actors.gateway.agents:Agents"
+    yield from _players(config)
 
 
 def check_rollout_host(config: Any) -> None:
     """Raises ConfigError where what they need is not on this host."""
     check_sandbox(config.env, "env")
-    if _has_agents(config):
-        load("rubato.actors.gateway.agents:check_host")(config)
+    for path in _players(config):
+        load(f"{path.partition(':')[0]}:check_host")(config)
 
 
-def _has_agents(config: Any) -> bool:
-    return bool(config.env.agent) or any(task.agent for task in config.tasks.values())
+def _players(config: Any) -> Iterator[str]:
+    if config.env.agent or any(task.agent for task in config.tasks.values()):
+        yield "rubato.actors.gateway.agents:Agents"
+    if config.env.target == VERIFIERS or any(task.verifiers for task in config.tasks.values()):
+        yield "rubato.actors.gateway.episodes:Episodes"
 
 
 ROLLOUT_MESSAGES: Mapping[str, tuple[str, str]] = {"Survey": ("orchestrator", "rubato.actors.survey.manager:RolloutOutlook")}
@@ -44,8 +46,9 @@ ENV_COROUTINES, AGENT_SANDBOX = "rubato.actors.envs.coroutines:Coroutines", "rub
 
 REASONING, REASONING_HELD_OUT = "rubato.actors.envs.reasoning:ReasoningGymEnv", "rubato.actors.envs.reasoning:HELD_OUT"
 TEXTARENA, DATA_ROWS = "rubato.actors.envs.games:TextArenaEnv", "rubato.actors.data.datasets:data_rows"
+VERIFIERS = "rubato.actors.envs.verifiers:VerifiersTaskset"
 HUB_ROWS, NAMED_RENDERER = "rubato.actors.hub.data_sets:folder_of", "rubato.actors.envs.named_renderer:NamedRenderer"
-"""Paths for `tasks.NAME.reasoning_gym`, `textarena` and `data`, for data sets by their name at a hub, and for `rollout.renderer`."""
+"""Paths for `tasks.NAME.reasoning_gym`, `textarena`, `data` and `verifiers`, for data sets by their name at a hub, and for `rollout.renderer`."""
 
 ROLLOUT_CHECK, TASK_CHECKS, RENDERING_CHECK = (
     "rubato.actors.envs.task_checks:check_job",

@@ -1,5 +1,5 @@
-"""The tasks of a job: a weighted mixture of named ones, each an environment class, a data set with a grader, or one of reasoning-gym's
-or textarena's."""
+"""The tasks of a job: a weighted mixture of named ones, each an environment class, a data set with a grader, or one of reasoning-gym's,
+textarena's or verifiers'."""
 
 import difflib
 import os
@@ -13,7 +13,7 @@ from rubato.actors.config import HubName, RewardSection, RewardTarget, Stops, na
 from rubato.runtime.config import Section
 from rubato.runtime.importer import example
 
-KINDS = ("class", "data", "reasoning_gym", "textarena")
+KINDS = ("class", "data", "reasoning_gym", "textarena", "verifiers")
 """What a task names one of."""
 
 GRADERS: Mapping[str, str] = {name: f"rubato.actors.data.graders:{name}" for name in ("exact", "number", "places", "math")}
@@ -29,7 +29,6 @@ which of the two they are given."""
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 EXTRA = "pip install -e '.[tasks]'"
-
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
 """Of files whose rows are read."""
@@ -139,7 +138,7 @@ class DataSection(Section):
 
 
 class TaskSection(Section):
-    """One task: `class`, `data`, `reasoning_gym` or `textarena`. What it does not say itself it takes from `env`, `rollout` and `reward`."""
+    """One task: `class`, or one of the other KINDS. What it does not say itself it takes from `env`, `rollout` and `reward`."""
 
     weight: float = Field(default=1.0, ge=0)
     """Its share of all groups is this over the sum of all weights; 0 is only evaluated."""
@@ -153,6 +152,8 @@ class TaskSection(Section):
     """As `env.agent`; alone it brings its tasks itself."""
     textarena: str = ""
     """Id of a game of textarena's for one player, such as GuessTheNumber-v0."""
+    verifiers: dict[str, Any] = {}
+    """A taskset of the library verifiers: `taskset`, `harness` and `python`, see docs/environments.md."""
     kwargs: dict[str, Any] = {}
     """Arguments of the environment's constructor, of reasoning-gym's task, or of textarena's game."""
     eval_kwargs: dict[str, Any] = {}
@@ -172,7 +173,7 @@ class TaskSection(Section):
 
 
 def _mixture(tasks: dict[str, TaskSection]) -> dict[str, TaskSection]:
-    sources = {n: [k for k in KINDS if _has(t, k)] for n, t in tasks.items()}
+    sources = {n: [k for k in KINDS if getattr(t, "target" if k == "class" else k)] for n, t in tasks.items()}
     for name, found in sources.items():
         if not NAME.fullmatch(name):
             raise ValueError(f"{name!r} can't be a task's name: use letters, digits, and _ . - inside")
@@ -187,10 +188,6 @@ def _mixture(tasks: dict[str, TaskSection]) -> dict[str, TaskSection]:
     if tasks and not sum(task.weight for task in tasks.values()):
         raise ValueError(f"the weights of {', '.join(tasks)} sum to 0, so there is nothing to train on. Give one of them a weight above 0")
     return tasks
-
-
-def _has(task: TaskSection, kind: str) -> bool:
-    return bool(task.target if kind == "class" else getattr(task, kind))
 
 
 Tasks = Annotated[dict[str, TaskSection], AfterValidator(_mixture)]

@@ -103,8 +103,7 @@ def resolved(tasks: Mapping[str, TaskSection], env: EnvSection, rollout: Rollout
 
 
 def _env_of(task: TaskSection, env: EnvSection) -> EnvSection:
-    if task.agent:
-        env = env.model_copy(update={"agent": task.agent})
+    env = env.model_copy(update={"agent": task.agent or env.agent})
     if (data := task.data) is not None:
         quick = data.grader in QUICK
         target = DATA_SETS[quick]
@@ -116,6 +115,8 @@ def _env_of(task: TaskSection, env: EnvSection) -> EnvSection:
         return _with(env, plugins.REASONING, kwargs, {**plugins.load(plugins.REASONING_HELD_OUT), **task.eval_kwargs})
     if task.textarena:
         return _with(env, plugins.TEXTARENA, {**task.kwargs, "id": task.textarena}, task.eval_kwargs)
+    if task.verifiers:
+        return _with(env, plugins.VERIFIERS, {**task.kwargs, **task.verifiers}, task.eval_kwargs)
     return _with(env, task.target or plugins.OWN_TASKS, task.kwargs, task.eval_kwargs)
 
 

@@ -93,6 +93,6 @@ def _choice(asked: Asked, index: int, answer: Answer) -> TokensChoice:
     ids, logprobs = unpack_i32(tokens.ids), None
     if asked.sampling_params.logprobs is not None:
         pairs = zip(ids, unpack_f32(tokens.logprobs), strict=True)
-        logprobs = TokenLogprobs([TokenLogprob(token, value) for token, value in pairs])
+        logprobs = TokenLogprobs([TokenLogprob(token, value, token=f"token_id:{token}") for token, value in pairs])
     versions = [WeightVersion(str(span.version), span.start, span.end) for span in tokens.spans]
     return TokensChoice(index, ids, logprobs, answer.completion.finish_reason, versions)

@@ -164,14 +164,18 @@ class SessionServer:
 
         Clients send a key of some kind in any case: below a session's path only one of another session is refused.
         """
-        key = key_of(request)
-        name = _name_of(request)
-        session = self._sessions.get(name)
-        if session is None and (over := self._over.get(name)) is not None:
-            raise SessionOver(over.code)
-        if session is None or (key.startswith(KEY_PREFIX) and key != session.key):
+        session, key = self.session_by(_name_of(request)), key_of(request)
+        if key.startswith(KEY_PREFIX) and key != session.key:
             raise Refused(401, "invalid_api_key", "no session has this key")
         return session
+
+    def session_by(self, name: str) -> Session:
+        """The one whose id or key `name` is. Raises SessionOver and Refused."""
+        if session := self._sessions.get(name):
+            return session
+        if (over := self._over.get(name)) is not None:
+            raise SessionOver(over.code)
+        raise Refused(401, "invalid_api_key", "no session has this key")
 
 
 def http_server(app: Any) -> HttpServer:

@@ -53,6 +53,8 @@ class TokenLogprob(msgspec.Struct, frozen=True, omit_defaults=True):
     token_id: TokenId
     logprob: float
     rank: int | None = None
+    token: str = ""
+    """Its text where it is told as one: token_id:N."""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True):
