@@ -224,7 +224,6 @@ PROXY_MESSAGES: Mapping[str, str] = {"Move": MOVES, "Survey": SURVEYS}
 PROXY_PEERS: Mapping[str, str] = {"fabric_controller": "rubato.actors.traffic.proxy:RolloutPhases"}
 """By the role of an actor that the mechanism has."""
 
-
 PICKERS: Mapping[str, str] = {"affinity": "rubato.actors.affinity.picker:AffinityPicker"}
 
 

@@ -151,6 +151,8 @@ class Gateway(EnvManager):
             raise ValueError(
                 f"actors has a gateway, whose agents come from outside, and agent={agent} is started by an env_manager: leave one out"
             )
+        if plugins.VERIFIERS in (job.section("env").target, *(plugins.VERIFIERS for task in tasks.values() if task.verifiers)):
+            raise ValueError("actors has a gateway, whose agents come from outside, and verifiers brings its own: leave one out")
 
     @classmethod
     def check_host(cls, config: Any) -> None:
