@@ -41,8 +41,11 @@ LONGEST_LINE = 1 << 20
 LONGEST_PATH = 100
 """Bytes of a socket's path."""
 
-SENT_S = 1.0
-"""For a word that a rollout is of no use any more."""
+CODE_S = 1.0
+"""For its exit code, once its connection ended."""
+
+ENVIRONMENT: Mapping[str, str] = {"PYTHONSAFEPATH": "1", "TOKENIZERS_PARALLELISM": "false"}
+"""Of its process, beside ours."""
 
 
 class ServerLost(Exception):
@@ -202,19 +205,19 @@ class EnvServer:
 
     @asynccontextmanager
     async def _started(self, offload: Callable[..., Any]) -> AsyncGenerator[tuple[asyncio.subprocess.Process, Dealer]]:
-        place = _private(self._folder)
+        place = _private(self._folder / "state" / self._name)
         socket, file = place / "s", place / "tasks.jsonl"
         told = {
             "address": f"ipc://{socket}", "file": str(file), "most_bytes": MOST_TASK_BYTES, "guard": guard.__file__,
             "taskset": self.settings.taskset, "harness": self.settings.harness, "limit": self.settings.limit, **self._limits,
         }  # fmt: skip
-        parent = os.getpid()
+        parent, beside = os.getpid(), os.path.dirname(self.settings.python)  # where uv is, which harnesses run their programs by
         try:
             with self.log.open("ab") as errors:
                 process = await asyncio.create_subprocess_exec(
                     self.settings.python, verifiers_host.__file__, msgspec.json.encode(told).decode(),
                     stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=errors, limit=LONGEST_LINE,
-                    env={**os.environ, "PYTHONSAFEPATH": "1", "TOKENIZERS_PARALLELISM": "false"},
+                    env={**os.environ, "PATH": os.pathsep.join((beside, os.environ.get("PATH", os.defpath))), **ENVIRONMENT},
                     start_new_session=True, preexec_fn=lambda: die_with(parent),
                 )  # fmt: skip
             try:
@@ -254,16 +257,19 @@ class EnvServer:
     async def _why(self, process: asyncio.subprocess.Process, dealer: Dealer) -> str:
         """What is known of its end."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(SENT_S):
+            async with asyncio.timeout(CODE_S):
                 return f"it ended with {await process.wait()}"
         return dealer.lost.result()
 
 
-def _private(folder: Path) -> Path:
-    """A new folder that is the user's alone: in the run's, unless a socket's path would be too long there."""
-    if len(os.fsencode(folder)) + len("/env-XXXXXXXX/s") <= LONGEST_PATH:
-        return Path(tempfile.mkdtemp(prefix="env-", dir=folder))
-    return Path(tempfile.mkdtemp(prefix="rubato-env-"))
+def _private(place: Path) -> Path:
+    """A new folder that is the user's alone: at `place`, in place of what a killed actor left, unless a socket's path would be too long."""
+    if len(os.fsencode(place / "s")) > LONGEST_PATH:
+        return Path(tempfile.mkdtemp(prefix="rubato-env-"))
+    shutil.rmtree(place, ignore_errors=True)
+    place.parent.mkdir(mode=0o700, exist_ok=True)
+    place.mkdir(mode=0o700)
+    return place
 
 
 async def _ended(process: asyncio.subprocess.Process) -> None:

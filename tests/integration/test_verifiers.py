@@ -12,6 +12,7 @@ import pytest
 
 from rubato.runtime.config.yaml_core import read_yaml
 from rubato.runtime.errors import ExitCode
+from tests import jobs
 from tests.chaos.test_kills import actors_of, until
 from tests.jobs import LEARNING, SMALL, clean_environment, left_behind, rubato, write_model
 from tests.scripted_verifiers import peer
@@ -228,11 +229,14 @@ class Asking(vf.Harness[vf.HarnessConfig]):
 __all__ = ["LettersTaskset", "Asking"]
 '''
 
-REAL_ENGINE = {"kind": "torch", "max_len": 512}
+REAL_ENGINE = {"kind": "torch", "max_len": 1024}
+REAL_S = 240.0
+"""verifiers alone is imported in ten seconds, and its chat loop is made and started as a process for each episode."""
 
 
 @needs_verifiers
-def test_a_taskset_and_a_harness_of_one_s_own_are_trained_by_verifiers_itself(tmp_path, model):
+def test_a_taskset_and_a_harness_of_one_s_own_are_trained_by_verifiers_itself(tmp_path, model, monkeypatch):
+    monkeypatch.setattr(jobs, "COMMAND_S", REAL_S)
     (tmp_path / "letters.py").write_text(TASKSET)
     task = {"taskset": "letters.py", "harness": "letters.py", "python": str(REAL)}
     config(tmp_path, task, base=LEARNING, engine=REAL_ENGINE, rollout={"max_len": 256, "max_new_tokens": 8}, eval={"final_num_tasks": 4})
@@ -248,19 +252,18 @@ def test_a_taskset_and_a_harness_of_one_s_own_are_trained_by_verifiers_itself(tm
 
 
 @needs_verifiers
-def test_the_taskset_openenv_that_comes_with_verifiers_is_trained_with_its_own_chat_loop(tmp_path, model):
-    server = subprocess.Popen([REAL, HERE / "openenv_server.py", "8"], stdout=subprocess.PIPE, text=True)
-    try:
-        assert server.stdout is not None
-        port = int(server.stdout.readline().split()[1])
-        taskset = {"id": "openenv", "base_url": f"http://127.0.0.1:{port}", "resets": [{"seed": seed} for seed in range(8)]}
-        task = {"taskset": taskset, "python": str(REAL)}
-        config(tmp_path, task, base=LEARNING, engine=REAL_ENGINE, rollout={"max_len": 512, "max_new_tokens": 8})
-
-        ended = ran(tmp_path, model, "env.concurrency=2", "run.steps=1")
-    finally:
-        server.kill()
-        server.wait()
+def test_the_taskset_openenv_that_comes_with_verifiers_is_trained_with_its_own_chat_loop(tmp_path, model, monkeypatch):
+    monkeypatch.setattr(jobs, "COMMAND_S", REAL_S)
+    with subprocess.Popen([REAL, HERE / "openenv_server.py"], stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            port = int(server.stdout.readline().split()[1])
+            taskset = {"id": "openenv", "base_url": f"http://127.0.0.1:{port}", "resets": [{"seed": seed} for seed in range(8)]}
+            task = {"taskset": taskset, "python": str(REAL)}
+            config(tmp_path, task, base=LEARNING, engine=REAL_ENGINE, rollout={"max_len": 1024, "max_new_tokens": 8})
+            ended = ran(tmp_path, model, "env.concurrency=2", "run.steps=1")
+        finally:
+            server.kill()
 
     assert ended.code == ExitCode.DONE, ended.out + ended.err
     used = [line for line in samples(tmp_path) if line["fate"] in ("trained", "zero_spread")]
