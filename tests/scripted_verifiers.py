@@ -72,9 +72,6 @@ class EnvServer:
             os._exit(3)
         if do == "hang":
             return
-        if do == "refuse":
-            self.send(who, name, b"reply", {"success": False, "error": "ValueError: no such task data"})
-            return
         try:
             nodes = self.nodes(asked, do)
         except urllib.error.HTTPError as over:
@@ -83,11 +80,9 @@ class EnvServer:
         rewards = {"given": {"score": {"nan": float("nan"), "text": "much"}.get(do, 0.5), "weight": 2.0}, "skipped": None}
         state = {"rewards": rewards, "metrics": {"length": 3}, "ok": do != "fail", "stop_condition": None}
         errors = [{"type": "TaskError", "message": "the reward raised", "traceback": None}] if do == "fail" else []
-        if do == "babble":
-            self.socket.send_multipart([who, name, b"delta", b"\xc1"])
         self.send(who, name, b"delta", {"trace": "t", "open": {"version": 1}, "nodes": nodes[:1], "links": {0: []}})
         self.send(who, name, b"delta", {"trace": "t", "nodes": nodes[1:], "errors": errors, "set": state})
-        summary = {"id": "t", "nodes": len(nodes) + (do == "short"), "calls": 2}
+        summary = {"id": "t", "nodes": len(nodes), "calls": 2}
         head = {"ok": do != "fail", "errors": [], "id": "e"}
         self.send(who, name, b"reply", {"success": True, "error": None, "head": head, "traces": [summary]})
 
@@ -105,10 +100,6 @@ class EnvServer:
         last = nodes[-1]
         if do == "foreign":
             last["token_ids"] = [*last["token_ids"][:-1], last["token_ids"][-1] ^ 1]
-        elif do == "guess":
-            last["logprobs"] = [0.0 for _ in last["logprobs"]]
-        elif do == "unmask":
-            last["mask"] = [False for _ in last["mask"]]
         return nodes
 
     def generated(self, asked, prompt):

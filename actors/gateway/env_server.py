@@ -206,24 +206,23 @@ class EnvServer:
     @asynccontextmanager
     async def _started(self, offload: Callable[..., Any]) -> AsyncGenerator[tuple[asyncio.subprocess.Process, Dealer]]:
         place = _private(self._folder / "state" / self._name)
-        socket, file = place / "s", place / "tasks.jsonl"
         told = {
-            "address": f"ipc://{socket}", "file": str(file), "most_bytes": MOST_TASK_BYTES, "guard": guard.__file__,
-            "taskset": self.settings.taskset, "harness": self.settings.harness, "limit": self.settings.limit, **self._limits,
+            "taskset": self.settings.taskset, "harness": self.settings.harness, "limit": self.settings.limit,
+            "most_bytes": MOST_TASK_BYTES, "guard": guard.__file__, **self._limits,
         }  # fmt: skip
         parent, beside = os.getpid(), os.path.dirname(self.settings.python)  # where uv is, which harnesses run their programs by
         try:
             with self.log.open("ab") as errors:
                 process = await asyncio.create_subprocess_exec(
-                    self.settings.python, verifiers_host.__file__, msgspec.json.encode(told).decode(),
-                    stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=errors, limit=LONGEST_LINE,
+                    self.settings.python, verifiers_host.__file__, str(place),
+                    stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=errors, limit=LONGEST_LINE,
                     env={**os.environ, "PATH": os.pathsep.join((beside, os.environ.get("PATH", os.defpath))), **ENVIRONMENT},
                     start_new_session=True, preexec_fn=lambda: die_with(parent),
                 )  # fmt: skip
             try:
-                await self._heard(process)
-                self.tasks = await offload(lambda: file.read_bytes().splitlines())
-                _, dealer = await asyncio.get_running_loop().create_unix_connection(Dealer, str(socket))
+                await self._heard(process, msgspec.json.encode(told))
+                self.tasks = await offload(lambda: (place / "tasks.jsonl").read_bytes().splitlines())
+                _, dealer = await asyncio.get_running_loop().create_unix_connection(Dealer, f"{place}/s")
                 try:
                     yield process, dealer
                 finally:
@@ -235,9 +234,12 @@ class EnvServer:
         finally:
             shutil.rmtree(place, ignore_errors=True)
 
-    async def _heard(self, process: asyncio.subprocess.Process) -> None:
-        """Return once it listens. Raises ServerFailed, and ServerLost where it had listened before."""
+    async def _heard(self, process: asyncio.subprocess.Process, told: bytes) -> None:
+        """Return once it was `told` and listens. Raises ServerFailed, and ServerLost where it had listened before."""
         assert process.stdout is not None
+        assert process.stdin is not None
+        process.stdin.write(told)
+        process.stdin.close()
         try:
             async with asyncio.timeout(self._start_s):
                 line = await process.stdout.readline()

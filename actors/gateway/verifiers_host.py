@@ -1,6 +1,6 @@
 """Serves a taskset by verifiers' own EnvServer: a script for the interpreter that has verifiers. It imports nothing of Rubato.
 
-    python verifiers_host.py SETTINGS       as JSON, see `main`
+    python verifiers_host.py FOLDER       settings come as JSON on stdin, where no other user sees them; see `main`
 
 The last line of its stdout is `{"verifiers": VERSION, "tasks": N}` once it listens, or `{"error": …}`; what others print goes to stderr.
 """
@@ -17,14 +17,17 @@ from itertools import islice
 from typing import Any
 
 
-def main(told: dict[str, Any]) -> int:
-    """`told`: address, taskset, harness, limit, file (for the tasks), most_bytes (of that), max_turns, max_total_tokens, guard."""
+def main(folder: str, told: dict[str, Any]) -> int:
+    """In `folder` are the socket, `s`, and `tasks.jsonl`, the data of each task.
+
+    `told`: taskset, harness, limit (of tasks), most_bytes (of that file), max_turns, max_total_tokens, guard (a script).
+    """
     said = os.dup(1)
     os.dup2(2, 1)
     try:
         _guard(told["guard"])
-        server = _server(told)
-        answer = {"verifiers": version("verifiers"), "tasks": _write_tasks(server.env.taskset, told)}
+        server = _server(f"ipc://{folder}/s", told)
+        answer = {"verifiers": version("verifiers"), "tasks": _write_tasks(f"{folder}/tasks.jsonl", server.env.taskset, told)}
     except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever the taskset's module raises
         os.write(said, _line({"error": f"{type(error).__name__}: {error}"[:2000]}))
         return 1
@@ -52,8 +55,8 @@ def _guard(script: str) -> None:
     os.environ["RUBATO_STARTED_BY"] = mark
 
 
-def _server(told: dict[str, Any]) -> Any:
-    """An EnvServer that is bound. Of an environment's one role the harness is as told, and runs as a process of this host."""
+def _server(address: str, told: dict[str, Any]) -> Any:
+    """An EnvServer that is bound to `address`. Of an environment's one role the harness is as told, and runs as a process of this host."""
     loaders, agents = import_module("verifiers.v1.utils.loaders"), import_module("verifiers.v1.configs.agent")
     taskset, harness = _plugin(told["taskset"]), _plugin(told["harness"])
     own = loaders.default_harness_id(taskset["id"])
@@ -64,7 +67,7 @@ def _server(told: dict[str, Any]) -> Any:
         raise ValueError(f"the environment of {taskset['id']} has {len(roles)} agents ({', '.join(roles)}): one alone can be trained")
     limits = {name: told[name] for name in ("max_turns", "max_total_tokens")}
     config = kind.model_validate({"taskset": taskset, roles[0]: {"harness": harness, "runtime": {"type": "subprocess"}, **limits}})
-    return import_module("verifiers.v1.serve.server").EnvServer(config, told["address"])
+    return import_module("verifiers.v1.serve.server").EnvServer(config, address)
 
 
 def _plugin(told: dict[str, Any]) -> dict[str, Any]:
@@ -80,10 +83,10 @@ def _plugin(told: dict[str, Any]) -> dict[str, Any]:
     return {**told, "id": name.removesuffix(".py")}
 
 
-def _write_tasks(taskset: Any, told: dict[str, Any]) -> int:
+def _write_tasks(path: str, taskset: Any, told: dict[str, Any]) -> int:
     """One line of JSON each; how many."""
     num = size = 0
-    with open(told["file"], "wb") as file:
+    with open(path, "wb") as file:
         for task in islice(taskset, told["limit"]):
             line = task.data.model_dump_json().encode() + b"\n"
             size += len(line)
@@ -97,4 +100,4 @@ def _write_tasks(taskset: Any, told: dict[str, Any]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(json.loads(sys.argv[1])))
+    sys.exit(main(sys.argv[1], json.load(sys.stdin)))

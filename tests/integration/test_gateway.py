@@ -485,3 +485,6 @@ def test_a_gateway_and_environment_managers_are_refused_together(model):
         from_mapping(tree, [f"model.path={model}"])
     with pytest.raises(ConfigError, match=r"agent=mine\.py:play is started by an env_manager: leave one out"):
         from_mapping(read_yaml(SMALL.replace(MANAGER, GATEWAY)), [f"model.path={model}", "env.agent=mine.py:play"])
+    taskset = {"tasks": {"words": {"verifiers": {"taskset": "words", "python": "python"}}}}
+    with pytest.raises(ConfigError, match="verifiers brings its own: leave one out"):
+        from_mapping(read_yaml(SMALL.replace(MANAGER, GATEWAY)) | taskset, [f"model.path={model}"])

@@ -79,14 +79,9 @@ def test_it_may_be_the_one_environment_of_a_job(tmp_path, model):
     ("do", "reason", "said"),
     [
         ("foreign", "env_bad_result", "sent tokens that this job did not sample: they are not trained"),
-        ("guess", "env_bad_result", "sent log-probabilities that are not those that were sampled with"),
-        ("unmask", "env_bad_result", "sent a mask that is not of the tokens that were sampled"),
         ("nan", "env_bad_result", "sent a reward given of nan"),
         ("text", "env_bad_result", "sent a message that is no delta of a trace: Expected `float`, got `str`"),
-        ("babble", "env_bad_result", "sent a message that is no delta of a trace"),
-        ("short", "env_bad_result", "sent 4 of the 5 messages of a trace"),
         ("fail", "env_step_failed", "TaskError: the reward raised"),
-        ("refuse", "env_step_failed", "refused the episode: ValueError: no such task data"),
         ("hang", "env_timeout", "was not through after env.agent_timeout_s=1"),
     ],
 )

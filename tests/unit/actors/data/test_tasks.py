@@ -73,7 +73,7 @@ def test_the_key_that_graders_had_before_is_taken_and_one_sentence_says_so():
 
     assert old.section("tasks") == new.section("tasks")
     assert "grader: number" in old.dump()
-    assert "verifier" not in old.dump()
+    assert "verifier:" not in old.dump()
     assert old.notes == ("the key verifier is called grader today; verifier: number was taken for it",)
     assert new.notes == ()
     with pytest.raises(ConfigError, match=r"tasks\.sums\.data: verifier is called grader today, and both are given"):
@@ -84,7 +84,10 @@ def test_the_key_that_graders_had_before_is_taken_and_one_sentence_says_so():
     ("named", "words"),
     [
         ({"a": {"class": BANDIT, "weight": 0}, "b": {"class": BANDIT, "weight": 0}}, "the weights of a, b sum to 0"),
-        ({"sums": {"class": BANDIT}, "sum": {"weight": 2}}, "sum names none of class, data, reasoning_gym, textarena, agent. Did you"),
+        (
+            {"sums": {"class": BANDIT}, "sum": {"weight": 2}},
+            "sum names none of class, data, reasoning_gym, textarena, verifiers, agent. Did you",
+        ),
         ({"a": {"class": BANDIT, "reasoning_gym": "chain_sum"}}, "a names class and reasoning_gym: a task has one"),
         ({"a b": {"class": BANDIT}}, "'a b' can't be a task's name"),
         ({"a": {"data": {"path": "x.jsonl", "grader": "exakt"}}}, "Did you mean exact"),
