@@ -5,6 +5,7 @@ It needs pyzmq and nothing of Rubato's. Its episodes are played one after the ot
 
 import json
 import os
+import subprocess
 import sys
 import types
 import urllib.error
@@ -59,6 +60,8 @@ class EnvServer:
         self.env = types.SimpleNamespace(taskset=rows)
         self.socket = zmq.Context().socket(zmq.ROUTER)
         self.socket.bind(address)
+        if config.told["taskset"].get("do") == "spawn":  # as a tool's server is, and by its path it is looked for
+            subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)", address], start_new_session=True)
 
     async def run(self):
         while True:

@@ -12,7 +12,6 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from rubato.actors import plugins
-from rubato.actors.envs.chat import Transcript
 from rubato.actors.envs.recorder import GaveUp, Recorder
 from rubato.actors.envs.rollout import Rollout, RolloutContext, RolloutHook
 from rubato.actors.envs.section import Task, resolved
@@ -212,23 +211,22 @@ class EpisodeDriver:
                     playing = tasks.create_task(self._play(session))
                     await session.drive(recorder)
                     session.settle()
-                    ended = await playing
+                    trace = await playing
         except BaseExceptionGroup as group:
             raise first_cause(group) from None
         finally:
             self._episodes.close(session)
-        assert ended is not None  # else the session failed, which is raised above
-        trace, recorder.transcripts = ended
+        assert trace is not None  # else the session failed, which is raised above
+        recorder.transcripts = await self._episodes.manager.offload(trace.kept_in, session.forest)
         recorder.truncated = trace.truncated
         recorder.info.update(trace.info)
 
-    async def _play(self, session: Session) -> tuple[Trace, list[Transcript]] | None:
-        """End the session by what came of its episode: where one did, its trace, and what of the session led to that."""
+    async def _play(self, session: Session) -> Trace | None:
+        """End the session by what came of its episode; the trace, where one did."""
         try:
             trace = await self._episodes.play(self._context, session)
-            kept = trace.kept_in(session.forest)
             session.complete(trace.reward)
-            return trace, kept
+            return trace
         except ServerLost as lost:
             session.fail(GaveUp("env_lost", f"verifiers' EnvServer: {lost}", retry=True))
         except GaveUp as end:

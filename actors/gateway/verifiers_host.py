@@ -49,10 +49,9 @@ def _interrupted(*_: object) -> None:
 
 def _guard(script: str) -> None:
     """What this process starts ends with it, however that is killed (runtime/pool/guard.py)."""
-    mark = f"{os.getpid()}-{os.urandom(8).hex()}"
+    mark = os.environ["RUBATO_STARTED_BY"] = f"{os.getpid()}-{os.urandom(8).hex()}"  # the guard's too: another's would end it
     null = [(os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_RDWR, 0) for fd in (0, 1, 2)]
     os.posix_spawn(sys.executable, [sys.executable, "-I", "-S", script, str(os.getpid()), mark], os.environ, file_actions=null, setsid=True)
-    os.environ["RUBATO_STARTED_BY"] = mark
 
 
 def _server(address: str, told: dict[str, Any]) -> Any:

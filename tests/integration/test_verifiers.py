@@ -137,7 +137,7 @@ def test_what_is_not_there_is_refused_before_anything_starts(tmp_path, model):
 @pytest.fixture
 def job(tmp_path, model):
     """The folder of a run of processes that lasts until the test ends."""
-    config(tmp_path, scripted(tmp_path), run={"steps": 100_000})
+    config(tmp_path, scripted(tmp_path, "spawn"), run={"steps": 100_000})
     command = [sys.executable, "-m", "rubato.runtime.cli", "launch", "small.yaml", f"model.path={model}"]
     with (tmp_path / "said").open("wb") as said:
         launcher = subprocess.Popen(
@@ -146,7 +146,7 @@ def job(tmp_path, model):
     yield tmp_path / "run"
     launcher.send_signal(signal.SIGTERM)
     launcher.wait(60)
-    assert left_behind(tmp_path) == []
+    until(lambda: left_behind(tmp_path) == [], "the end of all that was started")
 
 
 def steps_of(run: Path) -> int:
@@ -156,16 +156,28 @@ def steps_of(run: Path) -> int:
 
 def servers(run: Path) -> list[int]:
     """Ids of processes that serve a taskset to it."""
-    found = subprocess.run(["pgrep", "-f", f"verifiers_host.py.*{run}"], capture_output=True, text=True, check=False).stdout.split()
+    return pids(f"verifiers_host.py.*{run}")
+
+
+def spawned(run: Path) -> list[int]:
+    """Ids of what those started."""
+    return pids(f"sleep\\(3600\\) ipc://{run}")
+
+
+def pids(pattern: str) -> list[int]:
+    found = subprocess.run(["pgrep", "-f", pattern], capture_output=True, text=True, check=False).stdout.split()
     return [int(pid) for pid in found]
 
 
 def test_a_server_that_is_killed_is_started_again_and_the_run_goes_on(job):
     (first,) = until(lambda: servers(job), "a server")
     until(lambda: steps_of(job) >= 2, "two steps")
+    started = spawned(job)
+    assert len(started) == 1
 
     os.kill(first, signal.SIGKILL)
 
+    until(lambda: not set(started) & set(spawned(job)), "the end of what it had started")
     until(lambda: servers(job) not in ([], [first]), "another server")
     before = steps_of(job)
     until(lambda: steps_of(job) >= before + 2, "two steps more")
@@ -174,10 +186,11 @@ def test_a_server_that_is_killed_is_started_again_and_the_run_goes_on(job):
 def test_a_server_ends_with_a_manager_that_is_killed_and_the_run_goes_on(job):
     (first,) = until(lambda: servers(job), "a server")
     manager = until(lambda: actors_of(job).get("env_manager-1", {}).get("pid"), "the manager")
+    started = until(lambda: spawned(job), "what it starts")
 
     os.kill(manager, signal.SIGKILL)
 
-    until(lambda: not Path(f"/proc/{first}").exists(), "the end of its server")
+    until(lambda: first not in servers(job) and not set(started) & set(spawned(job)), "the end of its server and what that had started")
     before = steps_of(job)
     until(lambda: steps_of(job) >= before + 2, "two steps more")
 
