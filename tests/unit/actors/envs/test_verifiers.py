@@ -1,10 +1,12 @@
 """What a config says of a taskset of verifiers, and which of its tasks a seed is."""
 
 import os
+import shlex
+import sys
 
 import pytest
 
-from rubato.actors.envs.make import PINNED, lines
+from rubato.actors.envs.make import PINNED, lines, main
 from rubato.actors.envs.verifiers import settings_of
 from rubato.runtime.errors import ConfigError
 
@@ -64,3 +66,23 @@ def test_the_line_that_makes_an_environment_has_its_pin():
     assert venv[:2] == ["uv", "venv"]
     assert install[-4:] == ["--python", "there/bin/python", PINNED["verifiers"], "mine"]
     assert "==" in PINNED["verifiers"]
+
+
+def test_the_command_prints_its_lines_and_without_uv_says_what_to_install(capsys, monkeypatch, tmp_path):
+    assert main(["make", "verifiers", "--into", "there"]) == 0
+    assert capsys.readouterr().out.splitlines() == [shlex.join(line) for line in lines("verifiers", "there")]
+
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    with pytest.raises(ConfigError, match=r"uv is not installed: pip install uv\."):
+        main(["make", "verifiers", "--run"])
+
+
+def test_lines_that_fail_are_named(monkeypatch, tmp_path):
+    uv = tmp_path / "uv"
+    uv.write_text("#!/bin/sh\nexit 3\n")
+    uv.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    with pytest.raises(ConfigError, match=r"uv venv .* ended with 3"):
+        main(["make", "verifiers", "--run", "--into", str(tmp_path / "there")])
