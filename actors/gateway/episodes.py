@@ -19,8 +19,8 @@ from rubato.actors.envs.verifiers import MAKE, Settings, VerifiersTaskset, setti
 from rubato.actors.gateway import token_api
 from rubato.actors.gateway.answering import DIALECTS, answer_in
 from rubato.actors.gateway.env_server import EnvServer, ServerFailed, ServerLost
-from rubato.actors.gateway.server import SessionServer, answering, body_of, decoded, until_gone
-from rubato.actors.gateway.session import Session, SessionOver
+from rubato.actors.gateway.server import Answering, SessionServer, body_of, decoded, until_gone
+from rubato.actors.gateway.session import Ending, Session, SessionOver
 from rubato.actors.gateway.traces import Trace
 from rubato.bus.address import bind_listener
 from rubato.runtime.actor import Actor
@@ -112,8 +112,8 @@ class Episodes(RolloutHook):
         listening = bind_listener("127.0.0.1", 0)
         self._url = f"http://127.0.0.1:{listening.getsockname()[1]}{PLACE}/v1"
         self._listens.set()
-        turn = Route(f"{PLACE}{token_api.PATH}", answering(self._generate), methods=["POST"])
-        await self._server.serve(listening, turn, Route(f"{PLACE}/v1/models", answering(self._models), methods=["GET"]))
+        turn = Route(f"{PLACE}{token_api.PATH}", Answering(self._generate), methods=["POST"])
+        await self._server.serve(listening, turn, Route(f"{PLACE}/v1/models", Answering(self._models), methods=["GET"]))
 
     def driver(self, context: RolloutContext) -> "EpisodeDriver | None":
         return EpisodeDriver(context, self) if context.env.target == plugins.VERIFIERS else None
@@ -225,7 +225,7 @@ class EpisodeDriver:
         """End the session by what came of its episode; the trace, where one did."""
         try:
             trace = await self._episodes.play(self._context, session)
-            session.complete(trace.reward)
+            session.complete(Ending(trace.reward))
             return trace
         except ServerLost as lost:
             session.fail(GaveUp("env_lost", f"verifiers' EnvServer: {lost}", retry=True))
