@@ -242,14 +242,19 @@ REAL_S = 240.0
 """verifiers alone is imported in ten seconds, and its chat loop is made and started as a process for each episode."""
 
 
+LOADED = "env.build_timeout_s=200"
+"""Beside other work the import takes a minute."""
+
+
 @needs_verifiers
+@pytest.mark.timeout(2 * REAL_S)
 def test_a_taskset_and_a_harness_of_one_s_own_are_trained_by_verifiers_itself(tmp_path, model, monkeypatch):
     monkeypatch.setattr(jobs, "COMMAND_S", REAL_S)
     (tmp_path / "letters.py").write_text(TASKSET)
     task = {"taskset": "letters.py", "harness": "letters.py", "python": str(REAL)}
     config(tmp_path, task, base=LEARNING, engine=REAL_ENGINE, rollout={"max_len": 256, "max_new_tokens": 8}, eval={"final_num_tasks": 4})
 
-    ended = ran(tmp_path, model, "train.group_size=4")
+    ended = ran(tmp_path, model, "train.group_size=4", LOADED)
 
     assert ended.code == ExitCode.DONE, ended.out + ended.err
     used = [line for line in samples(tmp_path) if line["fate"] in ("trained", "zero_spread")]
@@ -260,6 +265,7 @@ def test_a_taskset_and_a_harness_of_one_s_own_are_trained_by_verifiers_itself(tm
 
 
 @needs_verifiers
+@pytest.mark.timeout(2 * REAL_S)
 def test_the_taskset_openenv_that_comes_with_verifiers_is_trained_with_its_own_chat_loop(tmp_path, model, monkeypatch):
     monkeypatch.setattr(jobs, "COMMAND_S", REAL_S)
     with subprocess.Popen([REAL, HERE / "openenv_server.py"], stdout=subprocess.PIPE, text=True) as server:
@@ -269,7 +275,7 @@ def test_the_taskset_openenv_that_comes_with_verifiers_is_trained_with_its_own_c
             taskset = {"id": "openenv", "base_url": f"http://127.0.0.1:{port}", "resets": [{"seed": seed} for seed in range(8)]}
             task = {"taskset": taskset, "python": str(REAL)}
             config(tmp_path, task, base=LEARNING, engine=REAL_ENGINE, rollout={"max_len": 1024, "max_new_tokens": 8})
-            ended = ran(tmp_path, model, "env.concurrency=2", "run.steps=1")
+            ended = ran(tmp_path, model, "env.concurrency=2", "run.steps=1", LOADED)
         finally:
             server.kill()
 
