@@ -9,10 +9,7 @@ from rubato.actors.checkpoints.checkpoint import name
 from rubato.actors.engines.engine import Chunk, Engine, EngineHook
 from rubato.actors.engines.weights import WeightsPuller
 from rubato.actors.engines.worker import EngineRequest, EngineWorker
-from rubato.actors.envs.environment import Observation
-from rubato.actors.envs.recorder import Recorder
-from rubato.actors.envs.rollout import RolloutContext
-from rubato.actors.gateway.gateway import Address, Gateway, OutsideDriver
+from rubato.actors.gateway.gateway import Address, Gateway
 from rubato.actors.gateway.server import SessionServer
 from rubato.actors.gateway.session import Session
 from rubato.actors.messages.moves import MovePrepared, NotMoved, PrepareMove, TakeMove
@@ -136,14 +133,18 @@ class SimEngine(EngineWorker):
 
 
 class SimServer(SessionServer):
-    """Its requests come without sockets."""
+    """Its requests come without sockets. Tells the monitor whose session is which sample's."""
 
-    def __init__(self, model: str, http: HttpTasks) -> None:
+    def __init__(self, model: str, gateway: "SimGateway") -> None:
         super().__init__(model)
-        self._requests = http
+        self._gateway = gateway
+
+    def add(self, session: Session) -> None:
+        self._gateway.monitor.tokens.opened(session.id, session.recorder.ticket)
+        super().add(session)
 
     async def serve(self, listening: Any, *opening: Any) -> None:
-        await self._requests.serve(self._app(opening))
+        await self._gateway.http.serve(self._app(opening))
 
 
 class NoSocket:
@@ -154,7 +155,7 @@ class NoSocket:
 
 
 class SimGateway(Gateway):
-    """Tells the monitor whose session is which sample's."""
+    """Is asked without sockets."""
 
     monitor: InvariantChecks
     process: ActorProcess
@@ -163,16 +164,11 @@ class SimGateway(Gateway):
         super().__init__(config, kernel)
         self.notice = self._tell
         self.http = HttpTasks(self._broke)
-        before, self._server = self._server, SimServer(self.run.folder.name, self.http)
+        before, self._server = self._server, SimServer(self.run.folder.name, self)
         self._server.admin_key = before.admin_key
 
     async def _bound(self, host: str, port: int, before: Address) -> Any:
         return NoSocket()
-
-    async def session_of(self, driver: OutsideDriver, context: RolloutContext, recorder: Recorder, observation: Observation) -> Session:
-        session = await super().session_of(driver, context, recorder, observation)
-        self.monitor.tokens.opened(session.id, recorder.ticket)
-        return session
 
     def _tell(self, text: str, *, good: bool = False) -> None:
         """The name of its log differs from run to run."""
