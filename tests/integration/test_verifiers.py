@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections import Counter
 from pathlib import Path
 
@@ -135,18 +136,20 @@ def test_what_is_not_there_is_refused_before_anything_starts(tmp_path, model):
 
 
 @pytest.fixture
-def job(tmp_path, model):
-    """The folder of a run of processes that lasts until the test ends."""
-    config(tmp_path, scripted(tmp_path, "spawn"), run={"steps": 100_000})
-    command = [sys.executable, "-m", "rubato.runtime.cli", "launch", "small.yaml", f"model.path={model}"]
-    with (tmp_path / "said").open("wb") as said:
-        launcher = subprocess.Popen(
-            [*command, "--run-dir", "run"], cwd=tmp_path, env=clean_environment(), stdout=said, stderr=said, start_new_session=True
-        )
-    yield tmp_path / "run"
-    launcher.send_signal(signal.SIGTERM)
-    launcher.wait(60)
-    until(lambda: left_behind(tmp_path) == [], "the end of all that was started")
+def job(model):
+    """The folder of a run of processes that lasts until the test ends. It is short, so that the servers' sockets lie in it."""
+    with tempfile.TemporaryDirectory(prefix="rubato-") as folder:
+        place = Path(folder)
+        config(place, scripted(place, "spawn"), run={"steps": 100_000})
+        command = [sys.executable, "-m", "rubato.runtime.cli", "launch", "small.yaml", f"model.path={model}"]
+        with (place / "said").open("wb") as said:
+            launcher = subprocess.Popen(
+                [*command, "--run-dir", "run"], cwd=place, env=clean_environment(), stdout=said, stderr=said, start_new_session=True
+            )
+        yield place / "run"
+        launcher.send_signal(signal.SIGTERM)
+        launcher.wait(60)
+        until(lambda: left_behind(place) == [], "the end of all that was started")
 
 
 def steps_of(run: Path) -> int:
