@@ -84,6 +84,7 @@ class Turn:
     """The turn that its history led to."""
     choice: int = 0
     """One of several answers to the request of this number; 0: the only one."""
+    text: str = ""
 
     def path(self) -> Iterator["Turn"]:
         """It and those before it, newest first."""
@@ -177,12 +178,12 @@ class Forest:
         if place.before is not None:
             transcript.cut(place.before.end)
 
-    def sampled(self, place: Place, transcript: Transcript, said: Message, *, choice: int = 0, forced: int = 0) -> Turn:
+    def sampled(self, place: Place, transcript: Transcript, said: Message, *, choice: int = 0, forced: int = 0, text: str = "") -> Turn:
         """A turn was sampled at the end of `transcript`, which the client is told as the message `said`; it began with `forced` tokens that
-        were not sampled.
+        were not sampled. `text` is the whole of it.
         """
         before, own = transcript.last_turn
-        turn = Turn(transcript, len(before) // TOKEN_BYTES - forced, len(transcript), place.before, choice)
+        turn = Turn(transcript, len(before) // TOKEN_BYTES - forced, len(transcript), place.before, choice, text)
         self._ended[turn.end, blake2b(before + own, digest_size=16).digest()] = turn
         if place.meanings:
             self._told(place, said).turns.append(turn)

@@ -255,6 +255,8 @@ class Session:
         if not self.forest.turns:
             raise GaveUp("agent_idle", "the session was completed without a turn")
         num, recorder.transcripts = len(recorder.transcripts), self.carrying()
+        carrying = {*recorder.transcripts}
+        recorder.texts = [turn.text for turn in self.forest.turns if turn.transcript in carrying]  # reward functions see what is trained
         if num_unused := num - len(recorder.transcripts):
             self.num_unused = recorder.info["unused_contexts"] = num_unused
 
@@ -371,9 +373,8 @@ class Session:
                 self.forest.withdrawn(place, transcript)
             raise
         said, stop, text = said_to(ask, asked.renderer, prompt, asked.opening, completion, text, len(self.forest.turns))
-        recorder.texts[-1] = text
         self._check_open()
-        self.forest.sampled(place, transcript, said.message, choice=choice, forced=len(asked.opening) // TOKEN_BYTES)
+        self.forest.sampled(place, transcript, said.message, choice=choice, forced=len(asked.opening) // TOKEN_BYTES, text=text)
         self.answer = said.content
         return Answer(said, completion, len(prompt) // TOKEN_BYTES, prompt, stop)
 

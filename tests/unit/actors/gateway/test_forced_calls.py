@@ -110,7 +110,7 @@ async def test_what_was_forced_is_part_of_the_reply_and_not_of_what_is_trained(t
     assert session.proxy.asked[0].prompt == answer.prompt
     assert session.proxy.asked[1].prompt.startswith(answer.prompt)
     assert decode(answer.prompt).endswith('<tool_call>\n{"name": "add' + ("" if choice == "required" else '", "arguments": {'))
-    assert session.recorder.texts[0].startswith('<tool_call>\n{"name": "add", "arguments": {"a": 2}}')
+    assert session.forest.turns[0].text.startswith('<tool_call>\n{"name": "add", "arguments": {"a": 2}}')
 
 
 async def test_where_no_call_comes_of_it_the_turn_is_text(tmp_path):

@@ -122,13 +122,16 @@ async def test_a_session_whose_first_token_is_too_old_to_train_is_over_as_stale(
 @pytest.mark.parametrize(("trains_all", "num"), [(False, 1), (True, 2)])
 async def test_a_side_request_is_trained_where_all_are(model_folder, trains_all, num):
     played = Played(model_folder, trains_all=trains_all)
+    played.proxy.word = "a-title"
     await played.turn({"role": "user", "content": "a title"})
+    played.proxy.word = "five"
     await played.turn(USER)
     played.session.complete(Ending(reward=1.0))
 
     await played.session.drive(played.recorder)
 
     assert len(played.recorder.transcripts) == num
+    assert played.recorder.texts == ["a-title", "five"][2 - num :]
     assert played.recorder.info == ({} if trains_all else {"unused_contexts": 1})
     assert played.session.told == {"session_id": played.session.id, "segments": num, "unused": 2 - num}
 
