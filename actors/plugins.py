@@ -304,7 +304,8 @@ def capabilities(config: Any) -> tuple[str, ...]:
 
 
 RELAYED, DELTAS = "rubato.actors.weights.relayed:Relayed", "rubato.runtime.blobs.patches:put_delta"
-"""Of weights that cross hosts."""
+PARTED, ROUNDED = "rubato.actors.weights.parted:whole_image", "rubato.actors.weights.rounding:rounded"
+"""Of weights that cross hosts, lie on several, or are stored in another type than engines compute in."""
 
 ADAPTED_ENGINES: Mapping[str, str] = {
     "torch": "rubato.actors.adapters.torch_engine:AdaptedTorchEngine",

@@ -51,6 +51,10 @@ class HeldEngine:
         self._stage("publish")
         return self._engine.export(memory)
 
+    def pack(self, memory: memoryview) -> None:
+        self._stage("publish")
+        self._engine.pack(memory)
+
     def saved(self, epoch: int) -> Any:
         return HeldRows(self._engine.saved(epoch), self._stage)
 

@@ -17,7 +17,7 @@ import msgspec
 import rubato.actors.messages
 from rubato.bus.message import Message, Request, reply_types
 
-MODULES = ("rubato.bus.message", "rubato.runtime.messages")
+MODULES = ("rubato.bus.message", "rubato.runtime.messages", "rubato.runtime.blobs.parts")
 
 
 def described() -> dict[str, Any]:

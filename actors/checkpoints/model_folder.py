@@ -154,9 +154,14 @@ def sampled_slices(header: Mapping[str, TensorPlace], seed: int, version: int) -
 
 def slice_of(image: memoryview, place: TensorPlace, cut: Slice) -> bytes:
     """A slice's elements, as the image has them."""
+    return b"".join(image[begin:end] for begin, end in rows_of_slice(place, cut))
+
+
+def rows_of_slice(place: TensorPlace, cut: Slice) -> list[tuple[int, int]]:
+    """Where a slice's rows begin and end in the image."""
     item, width = ITEM_BYTES[place.dtype], rows_of(place.shape)[1]
     starts = (place.begin + item * (row * width + cut.left) for row in range(cut.top, cut.bottom))
-    return b"".join(image[start : start + item * (cut.right - cut.left)] for start in starts)
+    return [(start, start + item * (cut.right - cut.left)) for start in starts]
 
 
 def slice_digest(values: Any) -> bytes:

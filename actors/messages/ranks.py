@@ -59,6 +59,10 @@ class RankLoaded(Message, frozen=True):
     step: int
     epoch: int
     image_bytes: int
+    num_bytes: int
+    """Of the rows of it that this rank writes."""
+    section_bytes: int
+    """Of what it writes into its host's part, where a version is in parts."""
 
 
 class LoadRank(Request[RankLoaded | RankFailed], frozen=True):
@@ -131,16 +135,58 @@ class WriteRows(Request[Ack | RankFailed], frozen=True):
     folder: str
 
 
-class WeightsCopied(Message, frozen=True):
-    """The rank's rows of the weights are copied, and are so many bytes."""
+class PartDrafted(Message, frozen=True):
+    """The segment of this rank's host into which its ranks write."""
 
-    num_bytes: int
+    segment: int
 
 
-class CopyWeights(Request[WeightsCopied | RankFailed], frozen=True):
-    """Copy your rows of the weights, for a trainer on another host, which reads them while training goes on."""
+class DraftPart(Request[PartDrafted | RankFailed], frozen=True):
+    """Draft the part of your host, as version `version` and epoch `epoch` of blob `name`: its ranks write their rows into it."""
 
     term: int
+    name: str
+    version: int
+    epoch: int
+    size_bytes: int
+
+
+class WriteSection(Request[Ack | RankFailed], frozen=True):
+    """Write your rows of the weights from the byte `begin` on into the part that is drafted in this segment of your host."""
+
+    term: int
+    segment: int
+    size_bytes: int
+    begin: int
+
+
+class RangesRead(Message, frozen=True):
+    """MessagePack of pairs: where some bytes of the ranges begin in the image, and these bytes."""
+
+    pieces: Buffer
+
+
+class ReadRanges(Request[RangesRead | RankFailed], frozen=True):
+    """Send what the part that you drafted has of these ranges of the image, MessagePack of pairs: begin and end."""
+
+    term: int
+    ranges: Buffer
+
+
+class PartShown(Message, frozen=True):
+    """The part is there. `delta` and its size are of what changed in it, empty and 0 where it travels whole."""
+
+    digest: str
+    size_bytes: int
+    delta: str = ""
+    delta_bytes: int = 0
+
+
+class ShowPart(Request[PartShown | RankFailed], frozen=True):
+    """Let others have the part that you drafted; all of it is written. `leaves`: engines of other hosts will read it."""
+
+    term: int
+    leaves: bool
 
 
 class RowsPart(Message, frozen=True):
@@ -151,7 +197,7 @@ class RowsPart(Message, frozen=True):
 
 
 class ReadRows(Request[RowsPart | RankFailed], frozen=True):
-    """Send `num_bytes` of the rows that were copied last, from the byte `begin` of all of them."""
+    """Send `num_bytes` of the rows that were copied for a checkpoint, or written into your host's part, from the byte `begin` of all of them."""
 
     term: int
     of: Literal["weights", "checkpoint"]

@@ -14,26 +14,32 @@ from rubato.actors.checkpoints import checkpoint as checkpoints
 from rubato.actors.config import TrainSection
 from rubato.actors.messages.ranks import (
     ComputeLogprobs,
-    CopyWeights,
+    DraftPart,
     JoinTerm,
     LoadRank,
     OpenTerm,
     RankFailed,
     RankSpent,
+    ReadRanges,
+    ShowPart,
     TakeRows,
     TrainShare,
     WriteRows,
+    WriteSection,
     WriteWeights,
 )
 from rubato.actors.messages.samples import Trajectory
+from rubato.actors.messages.weights import WeightsPublished
 from rubato.actors.ranks import far
 from rubato.actors.ranks.copies import FOLDER
+from rubato.actors.ranks.parts import HostShare, Sampler, SparseImage, shares_of
 from rubato.actors.training.engine import StepResult, TrainError
 from rubato.actors.weights.blobs import BlobSender, blob_of
 from rubato.actors.weights.transport import Announce, WeightsSource, WeightsVersion
 from rubato.bus.errors import AskFailed
 from rubato.bus.message import Buffer, Request
 from rubato.runtime.blobs.blob import Draft
+from rubato.runtime.blobs.parts import Index, part_name
 from rubato.runtime.errors import ActorFailed, first_cause
 from rubato.runtime.kernel import NODE
 from rubato.runtime.launch.children import is_stopped
@@ -74,6 +80,8 @@ class RankedEngine:
         """Those on other hosts than the trainer's."""
         self._step = 0
         self._image_bytes = 0
+        self._shares: list[HostShare] = []
+        """Of the hosts whose ranks write rows of a version."""
 
     def load(self, model_dir: Path, checkpoint: Path | None) -> tuple[int, int]:
         if not self._members:
@@ -84,8 +92,12 @@ class RankedEngine:
         def request(name: str) -> LoadRank:
             return LoadRank(self._term, "" if name in self._far else str(model_dir), brought.get(name, saved))
 
-        loaded = self._all(request)[0]
+        told = self._all(request)
+        loaded = told[0]
         self._step, self._image_bytes = loaded.step, loaded.image_bytes
+        self._shares = shares_of(
+            self._members, {name: (reply.num_bytes, reply.section_bytes) for name, reply in zip(self._members, told, strict=True)}
+        )
         return loaded.step, loaded.epoch
 
     def train(self, step: int, groups: Sequence[Sequence[Trajectory]]) -> StepResult:
@@ -114,23 +126,53 @@ class RankedEngine:
 
     async def _exported(self) -> Draft:
         draft = await self._actor.blobs.draft("ranks.export", 0, self._term, self._image_bytes)
-        await self._rows_of_others(draft, await self.write_into(draft))
+        if not self.is_apart:
+            await self.write_into(draft)
+            return draft
+        await self.write_parts("ranks.export", 0, self._term)
+        copied = {share.first: share.num_bytes for share in self._shares}
+        await self._watched(far.read_rows(self._one, self._actor.offload, self._term, "weights", copied, far.put_into(draft.memory)))
         return draft
 
-    async def write_into(self, draft: Draft) -> dict[str, int]:
-        """Have each rank of this host write its rows, and the others copy theirs; `train` may follow. Returns how many bytes those copied."""
-        told = await self._ask(
-            lambda name: CopyWeights(self._term) if name in self._far else WriteWeights(self._term, draft.segment, len(draft.memory))
-        )
-        return {name: reply.num_bytes for name, reply in zip(self._members, told, strict=True) if name in self._far}
+    @property
+    def is_apart(self) -> bool:
+        """Whether some rows of a version are written on another host than this one: then it is in parts."""
+        return any(share.node != self._actor.node for share in self._shares)
 
-    def complete(self, draft: Draft, copied: Mapping[str, int]) -> None:
-        """Bring what ranks of other hosts copied, in any thread but the event loop's."""
-        if copied:
-            self._run(self._rows_of_others(draft, copied))
+    async def write_into(self, draft: Draft) -> None:
+        """Have each rank write its rows, all of which are on this host; `train` may follow."""
+        writing = [name for share in self._shares for name in share.begins]
+        await self._ask(lambda name: WriteWeights(self._term, draft.segment, len(draft.memory)), writing)
 
-    async def _rows_of_others(self, draft: Draft, copied: Mapping[str, int]) -> None:
-        await self._watched(far.read_rows(self._one, self._actor.offload, self._term, "weights", copied, far.put_into(draft.memory)))
+    async def write_parts(self, name: str, version: int, epoch: int) -> None:
+        """Have each rank write its rows into a part that is drafted on its host; `train` may follow."""
+        shares, numbers = self._shares, {share.first: number for number, share in enumerate(self._shares)}
+
+        def request(first: str) -> DraftPart:
+            number = numbers[first]
+            return DraftPart(self._term, part_name(name, number), version, epoch, shares[number].size_bytes)
+
+        drafted = await self._ask(request, [*numbers])
+        requests = {
+            rank: WriteSection(self._term, reply.segment, share.size_bytes, begin)
+            for share, reply in zip(shares, drafted, strict=True)
+            for rank, begin in share.begins.items()
+        }
+        await self._ask(requests.__getitem__, [*requests])
+
+    async def read_ranges(self, ranges: Sequence[tuple[int, int]]) -> SparseImage:
+        """Of the image that was written last."""
+        request = ReadRanges(self._term, Buffer(msgspec.msgpack.encode(ranges)))
+        told = await self._ask(lambda name: request, [share.first for share in self._shares])
+        pieces = [piece for reply in told for piece in msgspec.msgpack.decode(reply.pieces.data, type=list[tuple[int, bytes]])]
+        return SparseImage(self._image_bytes, pieces)
+
+    async def show_parts(self, name: str, leave: Callable[[str], bool]) -> Index:
+        """Let engines have what was written last. `leave`: of a host, whether its part is read on others."""
+        by_rank = {share.first: share for share in self._shares}
+        told = await self._ask(lambda first: ShowPart(self._term, leave(by_rank[first].node)), [*by_rank])
+        shown = zip(self._shares, told, strict=True)
+        return Index(self._image_bytes, tuple(share.part(part_name(name, number), reply) for number, (share, reply) in enumerate(shown)))
 
     def snapshot(self, *, epoch: int, receipts: Sequence[bytes] = ()) -> Callable[[Path], None]:
         taken = self._all(lambda name: TakeRows(self._term, epoch))
@@ -293,17 +335,32 @@ class RankRaised(Exception):
 
 
 class RankedSender(BlobSender):
-    """The WeightsSender of a trainer with ranks: each writes its rows into the one blob of a version, or they are brought from its host."""
+    """The WeightsSender of a trainer with ranks: each writes its rows into the one blob of a version, or into the part of its host."""
 
     def __init__(self, actor: "Actor") -> None:
         super().__init__(actor)
         self._host = actor
+        self._sampler: Sampler | None = None
 
     async def send(self, version: WeightsVersion, source: WeightsSource) -> Announce:
         assert isinstance(source, RankedEngine)
-        draft = await self._host.blobs.draft(blob_of(version.adapter), version.version, version.term, source.image_bytes())
-        copied = await source.write_into(draft)
-        return partial(self._announce, version, draft, partial(source.complete, draft, copied))
+        name = blob_of(version.adapter)
+        if source.is_apart:
+            await source.write_parts(name, version.version, version.term)
+            return partial(self._announce_parts, version, source)
+        draft = await self._host.blobs.draft(name, version.version, version.term, source.image_bytes())
+        await source.write_into(draft)
+        return partial(self._announce, version, draft, _nothing)
+
+    async def _announce_parts(self, sent: WeightsVersion, source: RankedEngine) -> WeightsPublished:
+        """Engines find the index where they find an image else: all its parts are there by then."""
+        (adapter, version, term), name = sent, blob_of(sent.adapter)
+        if self._sampler is None:
+            self._sampler = Sampler(source.read_ranges, self._host.run.seed)
+        self._keep(sent, await self._sampler.sample(version))
+        index = await source.show_parts(name, self._leave_host)
+        info = await self._host.blobs.put(name, version, term, [index.encoded()])
+        return WeightsPublished(version, term, info.digest, index.size_bytes, adapter, delta_bytes=index.delta_bytes)
 
 
 def _emptied(folder: Path) -> None:

@@ -3,7 +3,7 @@
 import os
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 
@@ -16,34 +16,41 @@ from rubato.actors.config import ClusterSection, ModelSection, TrainSection
 from rubato.actors.messages.ranks import (
     CheckpointFound,
     ComputeLogprobs,
-    CopyWeights,
+    DraftPart,
     FindCheckpoint,
     JoinTerm,
     LoadRank,
     OpenTerm,
+    PartDrafted,
+    PartShown,
     PutFile,
+    RangesRead,
     RankFailed,
     RankLoaded,
     RankSpent,
+    ReadRanges,
     ReadRows,
     RowsPart,
     RowsTaken,
     ShareLogprobs,
+    ShowPart,
     StepTrained,
     TakeRows,
     TermJoined,
     TermOpened,
     TrainShare,
-    WeightsCopied,
     WriteRows,
+    WriteSection,
     WriteWeights,
 )
 from rubato.actors.messages.samples import Trajectory
 from rubato.actors.ranks import meeting
 from rubato.actors.ranks.copies import CheckpointCopy, CopiedRows
+from rubato.actors.ranks.parts import HostPart
 from rubato.actors.training.engine import TrainEngine, TrainError
 from rubato.bus.message import Ack, Buffer
 from rubato.runtime.actor import Actor, handler
+from rubato.runtime.blobs import parts
 from rubato.runtime.config import ActorConfig, BusSection, RunSection
 from rubato.runtime.config import Config as Job
 from rubato.runtime.errors import ConfigError, ExitCode, has_no_room
@@ -73,7 +80,7 @@ class Rows(Protocol):
         """Of the whole image."""
         ...
 
-    def pieces(self) -> list[tuple[int, memoryview]]:
+    def pieces(self) -> Sequence[tuple[int, memoryview]]:
         """Where each piece belongs, and its bytes."""
         ...
 
@@ -96,7 +103,14 @@ class RankEngine(TrainEngine, Protocol):
 
     @property
     def device(self) -> str: ...
-    def weights(self) -> Rows: ...
+    def pieces(self) -> Sequence[tuple[int, int]]:
+        """Where each piece of the rows that this rank publishes begins in the image, and its bytes."""
+        ...
+
+    def pack(self, memory: memoryview) -> None:
+        """Write these pieces, one after another. Raises TrainError where a tensor holds NaN or infinity."""
+        ...
+
     def saved(self, epoch: int) -> RowsSaved: ...
     def is_lost(self, error: Exception) -> bool:
         """Whether `error` tells of another rank that is away."""
@@ -174,7 +188,11 @@ class TrainRank(Actor):
         self._rows: RowsSaved | None = None
         """Taken last."""
         self._copied: dict[str, CopiedRows] = {}
-        """What a trainer of another host reads: its `weights` and its `checkpoint`."""
+        """What a trainer of another host reads: its host's `weights`, if it drafted their part, and its `checkpoint`."""
+        self._pieces: Sequence[tuple[int, int]] = ()
+        """Of the weights, where each begins in their image, and its bytes."""
+        self._part: HostPart | None = None
+        """Drafted last."""
         self._listener: socket.socket | None = None
         """Where the others of the term are to come."""
         self._num_calls = 0
@@ -249,7 +267,9 @@ class TrainRank(Actor):
 
         def load(engine: RankEngine) -> RankLoaded:
             step, epoch = engine.load(model, checkpoint)
-            return RankLoaded(step, epoch, engine.image_bytes())
+            self._pieces = parts.joined(engine.pieces())
+            num_bytes = sum(num for _, num in self._pieces)
+            return RankLoaded(step, epoch, engine.image_bytes(), num_bytes, parts.section_bytes(self._pieces) if num_bytes else 0)
 
         return await self._called(request.term, load)
 
@@ -304,20 +324,51 @@ class TrainRank(Actor):
 
         return await self._called(request.term, write)
 
-    # -- of a trainer on another host -----------------------------------------------------------------------------
+    # -- where ranks are on several hosts --------------------------------------------------------------------------
 
     @handler(concurrency=MOST)
-    async def copy_weights(self, request: CopyWeights) -> WeightsCopied | RankFailed:
-        def copy(engine: RankEngine) -> WeightsCopied:
-            self._copied.pop("weights", None)  # as above, read
-            self._copied["weights"] = copied = CopiedRows.of({"": engine.weights().pieces()})
-            return WeightsCopied(copied.num_bytes)
+    async def draft_part(self, request: DraftPart) -> PartDrafted | RankFailed:
+        if (failed := self._other_term(request.term)) is not None:
+            return failed
+        self._part = None  # that of before is shown, or was given up
+        self._copied.pop("weights", None)
+        self._part = await HostPart.drafted(self, request)
+        return PartDrafted(self._part.draft.segment)
 
-        return await self._called(request.term, copy)
+    @handler(concurrency=MOST)
+    async def write_section(self, request: WriteSection) -> Ack | RankFailed:
+        memory = (await self.blobs.shared(request.segment, request.size_bytes))[request.begin :]
+
+        def write(engine: RankEngine) -> Ack:
+            head = parts.section_head(self._pieces)
+            memory[: len(head)] = head
+            engine.pack(memory[len(head) : len(head) + sum(num for _, num in self._pieces)])
+            return Ack()
+
+        return await self._called(request.term, write)
+
+    @handler(concurrency=MOST)
+    async def read_ranges(self, request: ReadRanges) -> RangesRead | RankFailed:
+        def read(engine: RankEngine) -> RangesRead:
+            return RangesRead(Buffer(self._written().ranges(request.ranges.data)))
+
+        return await self._called(request.term, read)
+
+    @handler(concurrency=MOST)
+    async def show_part(self, request: ShowPart) -> PartShown | RankFailed:
+        if (failed := self._other_term(request.term)) is not None:
+            return failed
+        return await self._written().shown(self.blobs, leaves=request.leaves)
+
+    def _written(self) -> HostPart:
+        assert self._part is not None  # drafted by the trainer's order
+        return self._part
 
     @handler(concurrency=MOST)
     async def read_rows(self, request: ReadRows) -> RowsPart | RankFailed:
         def read(engine: RankEngine) -> RowsPart:
+            if request.of not in self._copied:
+                self._copied[request.of] = CopiedRows.of({"": self._written().pieces})
             places, data = self._copied[request.of].part(request.begin, request.num_bytes)
             return RowsPart(places, Buffer(data))
 
@@ -344,10 +395,14 @@ class TrainRank(Actor):
             return RankFailed("lost", f"{self.name} has not joined the term {term}")
         return await self._done(term, lambda: call(engine))
 
+    def _other_term(self, term: int) -> RankFailed | None:
+        served = self._term is not None and self._term.number == term
+        return None if served else RankFailed("lost", f"{self.name} does not serve the term {term}")
+
     async def _done(self, term: int, call: Callable[[], ResultT]) -> ResultT | RankFailed:
         """What `call`, offloaded, gives, or how it failed."""
-        if self._term is None or self._term.number != term:
-            return RankFailed("lost", f"{self.name} does not serve the term {term}")
+        if (failed := self._other_term(term)) is not None:
+            return failed
         self._num_calls += 1
         try:
             return await self.offload(call)

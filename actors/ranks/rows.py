@@ -123,18 +123,29 @@ class RowsImage:
             copies.add(name, values, torch.frombuffer(memory, dtype=kind, count=values.numel(), offset=at))
         copies.check()
 
-    def taken(self, tensors: Mapping[str, Any], *, published: bool = False) -> "TakenRows":
-        """What lies here of the present values, to be written later. Where it is to be `published`, it raises as `write` does."""
+    def pieces(self, tensors: Mapping[str, Any]) -> list[tuple[int, int]]:
+        """Where each piece of what lies here begins in the image, and its bytes."""
+        head = [(0, len(self._head))] if self._leads else []
+        return head + [(at, values.numel() * kind.itemsize) for _, at, values, kind in self._own(tensors)]
+
+    def pack(self, tensors: Mapping[str, Any], memory: memoryview) -> None:
+        """Write these pieces one after another into `memory`, which begins at a multiple of 8 bytes. Raises as `write` does."""
+        at, copies = 0, Copies()
+        if self._leads:
+            at = len(self._head)
+            memory[:at] = self._head
+        for name, _, values, kind in self._own(tensors):
+            copies.add(name, values, torch.frombuffer(memory, dtype=kind, count=values.numel(), offset=at))
+            at += values.numel() * kind.itemsize
+        copies.check()
+
+    def taken(self, tensors: Mapping[str, Any]) -> "TakenRows":
+        """What lies here of the present values, to be written later."""
         parts = [(0, torch.tensor(list(self._head), dtype=torch.uint8))] if self._leads else []
-        copies = Copies()
-        for name, at, values, kind in self._own(tensors):
+        for _, at, values, kind in self._own(tensors):
             copy = torch.empty(values.shape, dtype=kind)
             parts.append((at, copy))
-            if published:
-                copies.add(name, values, copy.view(-1))
-            else:
-                copy.copy_(values)
-        copies.check()
+            copy.copy_(values)
         return TakenRows(parts, self.size_bytes)
 
     def _own(self, tensors: Mapping[str, Any]) -> Iterator[tuple[str, int, Tensor, torch.dtype]]:

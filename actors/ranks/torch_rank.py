@@ -117,8 +117,11 @@ class TorchRank(TorchTrainEngine):
         self._rows_image.write(self._state(), memory)
         return _nothing
 
-    def weights(self) -> TakenRows:
-        return self._rows_image.taken(self._state(), published=True)
+    def pieces(self) -> list[tuple[int, int]]:
+        return self._rows_image.pieces(self._state())
+
+    def pack(self, memory: memoryview) -> None:
+        self._rows_image.pack(self._state(), memory)
 
     def image_bytes(self) -> int:
         return self._rows_image.size_bytes

@@ -21,18 +21,6 @@ class ScriptedRows(NamedTuple):
         """There are no rows."""
 
 
-class ScriptedWeights(NamedTuple):
-    """A rank's share of the bytes, from `at` on."""
-
-    at: int
-    values: memoryview
-    size_bytes: int
-    """Of the whole."""
-
-    def pieces(self) -> list[tuple[int, memoryview]]:
-        return [(self.at, self.values)]
-
-
 class ScriptedRank(ScriptedTrainEngine):
     """A RankEngine (actors/ranks/rank.py). Its ranks wait for nothing from each other."""
 
@@ -47,15 +35,21 @@ class ScriptedRank(ScriptedTrainEngine):
 
     def export(self, memory: memoryview) -> Callable[[], None]:
         """Its share of the bytes alone."""
-        for at, values in self.weights().pieces():
-            memory[at : at + len(values)] = values
+        for at, num in self.pieces():
+            self.pack(memory[at : at + num])
         return _nothing
 
-    def weights(self) -> "ScriptedWeights":
+    def pieces(self) -> list[tuple[int, int]]:
+        """Its share."""
+        each = -(-self.image_bytes() // self.num_ranks)
+        begin = min(self._rank * each, self.image_bytes())
+        return [(begin, min(each, self.image_bytes() - begin))]
+
+    def pack(self, memory: memoryview) -> None:
         whole = memoryview(bytearray(self.image_bytes()))
         super().export(whole)
-        each = -(-len(whole) // self.num_ranks)
-        return ScriptedWeights(self._rank * each, whole[self._rank * each : (self._rank + 1) * each], len(whole))
+        begin = self.pieces()[0][0]
+        memory[:] = whole[begin : begin + len(memory)]
 
     def saved(self, epoch: int) -> ScriptedRows:
         self._state.epoch = epoch

@@ -1,6 +1,6 @@
 """Weights that travel as blobs of the host: the trainer writes one image into shared memory, and each engine's host brings it once."""
 
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ from rubato.actors.messages.generation import GENERATION
 from rubato.actors.messages.weights import WeightsDigest, WeightsPublished, WeightsTaken
 from rubato.actors.weights.transport import Announce, WeightsMissing, WeightsPart, WeightsSource, WeightsVersion
 from rubato.runtime.actor import Actor
-from rubato.runtime.blobs.blob import BlobCorrupt, BlobInfo, BlobMissing, Draft, join_digests, piece_digests_beside
+from rubato.runtime.blobs.blob import INDEX_MARK, BlobCorrupt, BlobInfo, BlobMissing, Draft, join_digests, piece_digests_beside
 from rubato.runtime.kernel import NODE
 
 SAMPLES_KEPT = 8
@@ -40,22 +40,11 @@ class WeightsSample(NamedTuple):
         return found
 
 
-NUMPY_TYPES: Mapping[str, str] = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
-
-
 def as_computed(values: bytes, stored: str, dtype: str) -> bytes:
-    """What an engine that computes in `dtype`, float32 or bfloat16, makes of stored values: to the nearest, ties to even."""
+    """What an engine that computes in `dtype`, float32 or bfloat16, makes of stored values."""
     if (stored, dtype) in (("F32", "float32"), ("BF16", "bfloat16")):
         return values
-    import numpy as np
-
-    if stored == "BF16":
-        return (np.frombuffer(values, "<u2").astype("<u4") << 16).tobytes()
-    floats = np.frombuffer(values, NUMPY_TYPES[stored]).astype("<f4")
-    if dtype == "float32":
-        return floats.tobytes()
-    bits = floats.view("<u4")
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2").tobytes()
+    return plugins.load(plugins.ROUNDED)(values, stored, dtype)
 
 
 class BlobSender:
@@ -76,20 +65,23 @@ class BlobSender:
     async def _announce(self, sent: WeightsVersion, draft: Draft, whole: Callable[[], None]) -> WeightsPublished | None:
         actor, (adapter, version, term) = self._actor, sent
         await actor.offload(whole)
-        self._samples[adapter, term, version] = await actor.offload(WeightsSample.of, draft.memory, actor.run.seed, version)
-        while len(self._samples) > SAMPLES_KEPT:
-            del self._samples[next(iter(self._samples))]
+        self._keep(sent, await actor.offload(WeightsSample.of, draft.memory, actor.run.seed, version))
         digest = join_digests(await piece_digests_beside(draft.memory))
         shown = BlobInfo(blob_of(adapter), version, term, digest, len(draft.memory))
         delta = await plugins.load(plugins.DELTAS)(actor.blobs, shown, draft.memory) if self._leave_host() else None
         info = await draft.publish(digest)
         return WeightsPublished(version, term, info.digest, info.size_bytes, adapter, delta_bytes=delta.size_bytes if delta else 0)
 
-    def _leave_host(self) -> bool:
-        """Whether weights go to another host: on this one, engines map them whole."""
+    def _keep(self, sent: WeightsVersion, sample: WeightsSample) -> None:
+        self._samples[sent.adapter, sent.term, sent.version] = sample
+        while len(self._samples) > SAMPLES_KEPT:
+            del self._samples[next(iter(self._samples))]
+
+    def _leave_host(self, node: str = "") -> bool:
+        """Whether weights go from this host, or that one, to another: on their own, engines map them whole."""
         actor = self._actor
         records = (actor.directory.find(name) for name in actor.peers(GENERATION))
-        return any(record is not None and record.node != actor.node for record in records)
+        return any(record is not None and record.node != (node or actor.node) for record in records)
 
     def disagreement(self, taken: WeightsTaken) -> str:
         sample = self._samples.get((taken.adapter, taken.epoch, taken.version))
@@ -126,20 +118,17 @@ class BlobReceiver:
             if far := self._far():
                 await far.bring(blob_of(adapter), wanted.version)
             info, image = await self._actor.blobs.get(blob_of(adapter), wanted.version)
+            if image[: len(INDEX_MARK)] == INDEX_MARK:
+                info, image = await plugins.load(plugins.PARTED)(self._actor, info, image, by_rings=self._by_rings)
         except (BlobMissing, BlobCorrupt) as error:
             raise WeightsMissing(str(error)) from error
         yield WeightsPart(WeightsPublished(info.version, info.epoch, info.digest, info.size_bytes, adapter), image)
 
     def _far(self) -> Any:
-        """What brings blobs of the trainer's host, where that is another."""
-        home = home_of(self._actor)
+        """What brings blobs of the trainer's host, or of the launcher's while the trainer is away, where that is another."""
+        records = (self._actor.directory.find(name) for name in self._actor.peers("trainer"))
+        home = next((record.node for record in records if record is not None), NODE)
         return None if home == self._actor.node else plugins.load(plugins.RELAYED)(self._actor, home, by_rings=self._by_rings)
-
-
-def home_of(actor: Actor) -> str:
-    """The agent of the trainer's host; while the trainer is away, the launcher's."""
-    records = (actor.directory.find(name) for name in actor.peers("trainer"))
-    return next((record.node for record in records if record is not None), NODE)
 
 
 def blob_of(adapter: str) -> str:

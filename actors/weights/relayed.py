@@ -4,7 +4,7 @@ from rubato.actors.messages.generation import GENERATION
 from rubato.bus.errors import AskFailed
 from rubato.planning.relay import plan, ring_sources, sources
 from rubato.runtime.actor import Actor
-from rubato.runtime.blobs.blob import BlobMissing
+from rubato.runtime.blobs.blob import BlobInfo, BlobMissing
 from rubato.runtime.messages import FindNewest, Newest, NotPulled, PullBlob
 
 FIND_S = 10.0
@@ -33,14 +33,17 @@ class Relayed:
         found = await self.newest(blob)
         if found is None or found.version != version:
             return
+        await self.pull(BlobInfo(blob, version, found.epoch, found.digest, found.size_bytes), found.delta, found.delta_bytes)
+
+    async def pull(self, blob: BlobInfo, delta: str = "", delta_bytes: int = 0) -> None:
+        """Bring this blob, which that host has. Raises BlobMissing."""
         actor, find = self._actor, self._actor.directory.find
         readers = {record.node for name in actor.peers(GENERATION) if (record := find(name)) is not None}
         hosts = {actor.node} | (readers & set(actor.peers("node")))
         where = ring_sources(self._home, hosts, actor.node) if self._by_rings else sources(plan(self._home, hosts), actor.node)
         ways = 2 if self._by_rings and len(where) > 1 else 1
-        request = PullBlob(blob, found.version, found.epoch, found.digest, found.size_bytes, where, ways, found.delta, found.delta_bytes)
         try:
-            reply = await actor.ref(actor.node).ask(request, timeout=PULL_S)
+            reply = await actor.ref(actor.node).ask(PullBlob(*blob, where, ways, delta, delta_bytes), timeout=PULL_S)
         except AskFailed as error:
             raise BlobMissing(str(error)) from error
         if isinstance(reply, NotPulled):

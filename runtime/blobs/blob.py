@@ -26,6 +26,9 @@ INLINE_BYTES = 256 * 1024
 
 MAX_BLOB_BYTES = 1 << 40
 
+INDEX_MARK = b"\xffPARTS\r\n"
+"""Begins a blob that is the index of one in parts (runtime/blobs/parts.py)."""
+
 KEPT = 2
 """Versions of a name that stay, the newest and the one before: a reader may be late by one publish."""
 

@@ -23,6 +23,7 @@ from rubato.runtime.blobs.blob import (
     piece_digest,
     piece_digests_beside,
 )
+from rubato.runtime.blobs.parts import JoinParts, Joins
 from rubato.runtime.blobs.patches import delta_name, has_before, patch
 from rubato.runtime.kernel import Kernel
 from rubato.runtime.messages import BlobPiece, BlobPieces, FindNewest, GetPiece, GetPieces, Newest, NotHere, NotPulled, PullBlob, Pulled
@@ -240,6 +241,7 @@ class HostBlobs(Actor):
         self._pulls: dict[Key, tuple[Pull, asyncio.Future[Pulled | NotPulled]]] = {}
         self._served: dict[Key, _Served] = {}
         self._begun = asyncio.Event()
+        self._joins = Joins(self.blobs)
 
     async def on_stop(self) -> None:
         for key in list(self._served):
@@ -282,6 +284,10 @@ class HostBlobs(Actor):
                 return Pulled(())
             await self._begin(key, info, request)
         return await asyncio.shield(self._pulls[key][1])
+
+    @handler(concurrency=64, outlives_asker=True)
+    async def join_parts(self, request: JoinParts) -> Pulled | NotPulled:
+        return await self._joins.join(request)
 
     async def _begin(self, key: Key, info: BlobInfo, request: PullBlob) -> None:
         draft = await self.blobs.draft(info.name, info.version, info.epoch, info.size_bytes)

@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from rubato.actors.config import LOSSES
-from rubato.actors.ranks.torch_rank import TorchRank
 from rubato.actors.training.engine import TrainError, image_of
+from rubato.runtime.blobs import parts
 from tests import ranks
 from tools.bench.forked import forked
 
@@ -119,14 +119,23 @@ def test_what_ranks_publish_is_the_image_of_one(model_folder, tmp_path):
     size = len(image_of(loaded(ranks.one(model_folder, **USUAL), model_folder)))
     shared = memoryview(torch.zeros(size, dtype=torch.uint8).share_memory_().numpy())
 
-    def work(rank: int) -> int:
+    def work(rank: int) -> tuple[int, bytes]:
         engine = loaded(ranks.many(model_folder, rank, tmp_path / "store", (2, 2), **USUAL), model_folder)
         engine.export(shared)()
-        return engine.image_bytes()
+        pieces = parts.joined(engine.pieces())
+        rows = bytearray(sum(num for _, num in pieces))
+        engine.pack(memoryview(rows))
+        return engine.image_bytes(), parts.section_head(pieces) + rows
 
-    sizes = forked(4, tmp_path, work)
+    told = forked(4, tmp_path, work)
 
-    assert sizes == [size] * 4
+    assert [each for each, _ in told] == [size] * 4
+    packed = bytearray(size)
+    for _, section in told:
+        for at, piece in parts.pieces_in(memoryview(section)):
+            assert not any(packed[at : at + len(piece)])
+            packed[at : at + len(piece)] = piece
+    assert packed == bytes(shared)
     expected = load_tensors(bytes(image_of(loaded(ranks.one(model_folder, **USUAL), model_folder))))
     found = load_tensors(bytes(shared))
     assert found.keys() == expected.keys()
@@ -142,7 +151,7 @@ def test_the_rank_that_holds_a_number_that_is_none_names_its_tensor(model_folder
         if rank == 1:
             rows[-1, -1] = float("inf")
         said = []
-        for publish in (lambda: engine.export(memoryview(bytearray(size)))(), lambda: TorchRank.weights(engine)):
+        for publish in (lambda: engine.export(memoryview(bytearray(size)))(), lambda: engine.pack(memoryview(bytearray(size)))):
             try:
                 publish()
             except TrainError as error:

@@ -1,0 +1,35 @@
+"""Weights in parts: each is brought from the host whose ranks wrote it, side by side, and this host's agent makes one image of them, once."""
+
+import asyncio
+
+from rubato.actors.weights.relayed import PULL_S, Relayed
+from rubato.bus.errors import AskFailed
+from rubato.runtime.actor import Actor
+from rubato.runtime.blobs.blob import BlobInfo, BlobMissing
+from rubato.runtime.blobs.parts import JoinParts, index_in, whole_name
+from rubato.runtime.errors import first_cause
+from rubato.runtime.messages import NotPulled
+
+
+async def whole_image(actor: Actor, info: BlobInfo, index: memoryview, *, by_rings: bool) -> tuple[BlobInfo, memoryview]:
+    """The image of the version that `index`, which is `info`, names the parts of. Raises BlobMissing and BlobCorrupt."""
+    name, version, epoch, digest, _ = info
+    found = index_in(index)
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for part in found.parts:
+                if part.node != actor.node:
+                    here = BlobInfo(part.name, version, epoch, part.digest, part.size_bytes)
+                    tasks.create_task(Relayed(actor, part.node, by_rings=by_rings).pull(here, part.delta, part.delta_bytes))
+    except BaseExceptionGroup as group:
+        raise first_cause(group) from None
+    try:
+        reply = await actor.ref(actor.node).ask(JoinParts(name, version, epoch), timeout=PULL_S)
+    except AskFailed as error:
+        raise BlobMissing(str(error)) from error
+    if isinstance(reply, NotPulled):
+        raise BlobMissing(reply.why)
+    whole, image = await actor.blobs.get(whole_name(name), version)
+    if whole.epoch != epoch:
+        raise BlobMissing(f"blob {name} version {version} of epoch {epoch} was replaced")
+    return BlobInfo(name, version, epoch, digest, whole.size_bytes), image
