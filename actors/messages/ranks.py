@@ -167,9 +167,10 @@ class RangesRead(Message, frozen=True):
 
 
 class ReadRanges(Request[RangesRead | RankFailed], frozen=True):
-    """Send what the part that you drafted has of these ranges of the image, MessagePack of pairs: begin and end."""
+    """Send what the part `name` that you drafted has of these ranges of the image, MessagePack of pairs: begin and end."""
 
     term: int
+    name: str
     ranges: Buffer
 
 
@@ -183,9 +184,10 @@ class PartShown(Message, frozen=True):
 
 
 class ShowPart(Request[PartShown | RankFailed], frozen=True):
-    """Let others have the part that you drafted; all of it is written. `leaves`: engines of other hosts will read it."""
+    """Let others have the part `name` that you drafted; all of it is written. `leaves`: engines of other hosts will read it."""
 
     term: int
+    name: str
     leaves: bool
 
 
@@ -197,10 +199,10 @@ class RowsPart(Message, frozen=True):
 
 
 class ReadRows(Request[RowsPart | RankFailed], frozen=True):
-    """Send `num_bytes` of the rows that were copied for a checkpoint, or written into your host's part, from the byte `begin` of all of them."""
+    """Send `num_bytes` of the rows that were copied for a checkpoint, or written into the part `of` of your host, from the byte `begin` of all."""
 
     term: int
-    of: Literal["weights", "checkpoint"]
+    of: str
     begin: int
     num_bytes: int
 

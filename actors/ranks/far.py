@@ -4,7 +4,7 @@ import asyncio
 import os
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rubato.actors.checkpoints.checkpoint import MANIFEST, RECEIPTS, manifest_of
 from rubato.actors.messages.ranks import FindCheckpoint, PutFile, ReadRows, RowsPart
@@ -25,10 +25,8 @@ Put = Callable[[RowsPart], None]
 """What to do with a part. Blocks."""
 
 
-async def read_rows(
-    ask: Ask, offload: Offload, term: int, of: Literal["weights", "checkpoint"], sizes: Mapping[str, int], put: Put
-) -> None:
-    """Read all rows of several ranks, name → bytes of its rows, side by side."""
+async def read_rows(ask: Ask, offload: Offload, term: int, of: str, sizes: Mapping[str, int], put: Put) -> None:
+    """Read all rows of several ranks, name → bytes of its rows, side by side; `of`: see ReadRows."""
 
     async def read(name: str, begins: Iterator[int]) -> None:
         for begin in begins:

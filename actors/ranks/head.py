@@ -1,7 +1,7 @@
 """The trainer's side of its ranks: a TrainEngine whose every call is all ranks', and the way of its weights into the host's blobs."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -125,13 +125,18 @@ class RankedEngine:
         return _nothing
 
     async def _exported(self) -> Draft:
-        draft = await self._actor.blobs.draft("ranks.export", 0, self._term, self._image_bytes)
+        name = "ranks.export"
+        draft = await self._actor.blobs.draft(name, 0, self._term, self._image_bytes)
         if not self.is_apart:
             await self.write_into(draft)
             return draft
-        await self.write_parts("ranks.export", 0, self._term)
-        copied = {share.first: share.num_bytes for share in self._shares}
-        await self._watched(far.read_rows(self._one, self._actor.offload, self._term, "weights", copied, far.put_into(draft.memory)))
+        await self.write_parts(name, 0, self._term)
+
+        async def read(share: HostShare) -> None:
+            sizes, put = {share.first: share.num_bytes}, far.put_into(draft.memory)
+            await far.read_rows(self._one, self._actor.offload, self._term, part_name(name, share.number), sizes, put)
+
+        await self._watched(_together(read(share) for share in self._shares))
         return draft
 
     @property
@@ -146,13 +151,8 @@ class RankedEngine:
 
     async def write_parts(self, name: str, version: int, epoch: int) -> None:
         """Have each rank write its rows into a part that is drafted on its host; `train` may follow."""
-        shares, numbers = self._shares, {share.first: number for number, share in enumerate(self._shares)}
-
-        def request(first: str) -> DraftPart:
-            number = numbers[first]
-            return DraftPart(self._term, part_name(name, number), version, epoch, shares[number].size_bytes)
-
-        drafted = await self._ask(request, [*numbers])
+        shares = self._shares
+        drafted = await self._of_shares(lambda of: DraftPart(self._term, part_name(name, of.number), version, epoch, of.size_bytes))
         requests = {
             rank: WriteSection(self._term, reply.segment, share.size_bytes, begin)
             for share, reply in zip(shares, drafted, strict=True)
@@ -160,19 +160,22 @@ class RankedEngine:
         }
         await self._ask(requests.__getitem__, [*requests])
 
-    async def read_ranges(self, ranges: Sequence[tuple[int, int]]) -> SparseImage:
-        """Of the image that was written last."""
-        request = ReadRanges(self._term, Buffer(msgspec.msgpack.encode(ranges)))
-        told = await self._ask(lambda name: request, [share.first for share in self._shares])
+    async def read_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> SparseImage:
+        """Of the image whose parts were written last."""
+        packed = Buffer(msgspec.msgpack.encode(ranges))
+        told = await self._of_shares(lambda of: ReadRanges(self._term, part_name(name, of.number), packed))
         pieces = [piece for reply in told for piece in msgspec.msgpack.decode(reply.pieces.data, type=list[tuple[int, bytes]])]
         return SparseImage(self._image_bytes, pieces)
 
     async def show_parts(self, name: str, leave: Callable[[str], bool]) -> Index:
-        """Let engines have what was written last. `leave`: of a host, whether its part is read on others."""
-        by_rank = {share.first: share for share in self._shares}
-        told = await self._ask(lambda first: ShowPart(self._term, leave(by_rank[first].node)), [*by_rank])
-        shown = zip(self._shares, told, strict=True)
-        return Index(self._image_bytes, tuple(share.part(part_name(name, number), reply) for number, (share, reply) in enumerate(shown)))
+        """Let engines have the parts that were written last. `leave`: of a host, whether its part is read on others."""
+        told = await self._of_shares(lambda of: ShowPart(self._term, part_name(name, of.number), leave(of.node)))
+        return Index(self._image_bytes, tuple(share.part(name, reply) for share, reply in zip(self._shares, told, strict=True)))
+
+    async def _of_shares(self, request_of: Callable[[HostShare], Request[Any]]) -> list[Any]:
+        """The reply of each host's first rank."""
+        requests = {share.first: request_of(share) for share in self._shares}
+        return await self._ask(requests.__getitem__, [*requests])
 
     def snapshot(self, *, epoch: int, receipts: Sequence[bytes] = ()) -> Callable[[Path], None]:
         taken = self._all(lambda name: TakeRows(self._term, epoch))
@@ -356,11 +359,17 @@ class RankedSender(BlobSender):
         """Engines find the index where they find an image else: all its parts are there by then."""
         (adapter, version, term), name = sent, blob_of(sent.adapter)
         if self._sampler is None:
-            self._sampler = Sampler(source.read_ranges, self._host.run.seed)
+            self._sampler = Sampler(partial(source.read_ranges, name), self._host.run.seed)
         self._keep(sent, await self._sampler.sample(version))
         index = await source.show_parts(name, self._leave_host)
         info = await self._host.blobs.put(name, version, term, [index.encoded()])
         return WeightsPublished(version, term, info.digest, index.size_bytes, adapter, delta_bytes=index.delta_bytes)
+
+
+async def _together(works: Iterable[Coroutine[Any, Any, None]]) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        for work in works:
+            tasks.create_task(work)
 
 
 def _emptied(folder: Path) -> None:

@@ -9,9 +9,10 @@ import msgspec
 from rubato.actors import plugins
 from rubato.actors.checkpoints.model_folder import TensorPlace, read_header, rows_of_slice, sampled_slices, slice_of
 from rubato.actors.messages.ranks import DraftPart, PartShown
+from rubato.actors.ranks.copies import CopiedRows
 from rubato.actors.weights.blobs import WeightsSample
 from rubato.runtime.blobs.blob import BlobInfo, BlobStore, Draft, join_digests, piece_digests_beside
-from rubato.runtime.blobs.parts import Found, Part, cut, pieces_in, place_of
+from rubato.runtime.blobs.parts import Found, Part, cut, part_name, pieces_in, place_of
 from rubato.runtime.registry import ActorRecord
 
 if TYPE_CHECKING:
@@ -34,6 +35,11 @@ class HostPart:
         """Of the image, once all is written, sorted."""
         return sorted(pieces_in(self.draft.memory), key=place_of)
 
+    @cached_property
+    def rows(self) -> CopiedRows:
+        """The same, to be read from the first byte to the last."""
+        return CopiedRows.of({"": self.pieces})
+
     def ranges(self, wanted: memoryview) -> bytes:
         """What it has of these ranges; both in MessagePack, see ReadRanges. Blocks."""
         found = [
@@ -53,6 +59,7 @@ class HostShare(NamedTuple):
     """One host's ranks that write rows of a version, as the trainer knows them."""
 
     node: str
+    number: int
     begins: Mapping[str, int]
     """Rank → where its section begins in the host's part; the first rank drafts it."""
     size_bytes: int
@@ -64,18 +71,20 @@ class HostShare(NamedTuple):
         return next(iter(self.begins))
 
     def part(self, name: str, shown: PartShown) -> Part:
-        return Part(self.node, name, shown.digest, shown.size_bytes, shown.delta, shown.delta_bytes)
+        """Its part of the blob `name`."""
+        return Part(self.node, part_name(name, self.number), shown.digest, shown.size_bytes, shown.delta, shown.delta_bytes)
 
 
 def shares_of(members: Mapping[str, ActorRecord], sizes: Mapping[str, tuple[int, int]]) -> list[HostShare]:
     """By rank, in order, the bytes of its rows and of its section."""
     found = list[HostShare]()
-    for node in dict.fromkeys(members[name].node for name, (num, _) in sizes.items() if num):
+    nodes = dict.fromkeys(members[name].node for name, (num, _) in sizes.items() if num)
+    for number, node in enumerate(nodes):
         begins, at, num_bytes = dict[str, int](), 0, 0
         for name, (num, section) in sizes.items():
             if num and members[name].node == node:
                 begins[name], at, num_bytes = at, at + section, num_bytes + num
-        found.append(HostShare(node, begins, at, num_bytes))
+        found.append(HostShare(node, number, begins, at, num_bytes))
     return found
 
 

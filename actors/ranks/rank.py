@@ -187,12 +187,12 @@ class TrainRank(Actor):
         self._engine: RankEngine | None = None
         self._rows: RowsSaved | None = None
         """Taken last."""
-        self._copied: dict[str, CopiedRows] = {}
-        """What a trainer of another host reads: its host's `weights`, if it drafted their part, and its `checkpoint`."""
+        self._copied: CopiedRows | None = None
+        """What a trainer of another host reads of its checkpoint."""
         self._pieces: Sequence[tuple[int, int]] = ()
         """Of the weights, where each begins in their image, and its bytes."""
-        self._part: HostPart | None = None
-        """Drafted last."""
+        self._parts: dict[str, HostPart] = {}
+        """Of its host, by name, drafted last."""
         self._listener: socket.socket | None = None
         """Where the others of the term are to come."""
         self._num_calls = 0
@@ -308,9 +308,9 @@ class TrainRank(Actor):
     async def take_rows(self, request: TakeRows) -> RowsTaken | RankFailed:
         def take(engine: RankEngine) -> RowsTaken:
             self._rows = None  # those of before are written: there is memory for one copy
-            self._copied.pop("checkpoint", None)
+            self._copied = None
             self._rows = rows = engine.saved(request.epoch)
-            self._copied["checkpoint"] = copied = CopiedRows.of({file: of.pieces() for file, of in rows.rows.items()})
+            self._copied = copied = CopiedRows.of({file: of.pieces() for file, of in rows.rows.items()})
             return RowsTaken({file: of.size_bytes for file, of in rows.rows.items()}, dict(rows.files), copied.num_bytes)
 
         return await self._called(request.term, take)
@@ -330,10 +330,9 @@ class TrainRank(Actor):
     async def draft_part(self, request: DraftPart) -> PartDrafted | RankFailed:
         if (failed := self._other_term(request.term)) is not None:
             return failed
-        self._part = None  # that of before is shown, or was given up
-        self._copied.pop("weights", None)
-        self._part = await HostPart.drafted(self, request)
-        return PartDrafted(self._part.draft.segment)
+        self._parts.pop(request.name, None)  # it is shown, or was given up
+        part = self._parts[request.name] = await HostPart.drafted(self, request)
+        return PartDrafted(part.draft.segment)
 
     @handler(concurrency=MOST)
     async def write_section(self, request: WriteSection) -> Ack | RankFailed:
@@ -350,7 +349,7 @@ class TrainRank(Actor):
     @handler(concurrency=MOST)
     async def read_ranges(self, request: ReadRanges) -> RangesRead | RankFailed:
         def read(engine: RankEngine) -> RangesRead:
-            return RangesRead(Buffer(self._written().ranges(request.ranges.data)))
+            return RangesRead(Buffer(self._parts[request.name].ranges(request.ranges.data)))
 
         return await self._called(request.term, read)
 
@@ -358,18 +357,15 @@ class TrainRank(Actor):
     async def show_part(self, request: ShowPart) -> PartShown | RankFailed:
         if (failed := self._other_term(request.term)) is not None:
             return failed
-        return await self._written().shown(self.blobs, leaves=request.leaves)
-
-    def _written(self) -> HostPart:
-        assert self._part is not None  # drafted by the trainer's order
-        return self._part
+        return await self._parts[request.name].shown(self.blobs, leaves=request.leaves)
 
     @handler(concurrency=MOST)
     async def read_rows(self, request: ReadRows) -> RowsPart | RankFailed:
         def read(engine: RankEngine) -> RowsPart:
-            if request.of not in self._copied:
-                self._copied[request.of] = CopiedRows.of({"": self._written().pieces})
-            places, data = self._copied[request.of].part(request.begin, request.num_bytes)
+            part = self._parts.get(request.of)
+            rows = part.rows if part else self._copied
+            assert rows is not None  # copied by the trainer's order
+            places, data = rows.part(request.begin, request.num_bytes)
             return RowsPart(places, Buffer(data))
 
         return await self._called(request.term, read)

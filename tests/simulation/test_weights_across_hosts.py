@@ -83,12 +83,12 @@ class Job:
         self.tasks, self.folder, self.network, self.store = tasks, folder, MemoryNetwork(), MemoryStore()
         self.blobs, self.actors, self.serving = {}, {}, {}
 
-    async def start(self, actor_class, name, host):
+    async def start(self, actor_class, name, host, config=None):
         incarnation = await self.store.increment("incarnation")
         NODES[name] = f"node-{ord(host) - ord('a') + 1}"
         kernel = Kernel(
             actor_class,
-            ActorConfig(),
+            config or ActorConfig(),
             name=name,
             incarnation=incarnation,
             run=RunInfo("test", self.folder, 7, 1),
