@@ -24,6 +24,7 @@ from rubato.actors.gateway.renderers import Renderers
 from rubato.actors.gateway.server import SessionServer
 from rubato.actors.gateway.session import Ending, Refused, Session, SessionOver
 from rubato.bus.address import bind_listener
+from rubato.bus.message import well_formed
 from rubato.runtime.actor import Actor
 from rubato.runtime.errors import ConfigError, first_cause
 from rubato.runtime.importer import check_module, load_configured
@@ -211,8 +212,10 @@ def _complete(session: Session, said: Any) -> None:
     """End it by the agent's own reward, or its answer. Raises AgentEnded for what is neither, and SessionOver."""
     if not isinstance(said, str | int | float | None):
         raise AgentEnded(f"returned {type(said).__name__}: an agent returns its reward, its answer as a text, or None")
-    reward, answer = (None, said) if isinstance(said, str | None) else (float(said), None)
     try:
-        session.complete(Ending(reward=reward, answer=answer))
+        ending = Ending(answer=said and well_formed(said)) if isinstance(said, str | None) else Ending(reward=float(said))
+        session.complete(ending)
     except Refused as refused:
         raise AgentEnded(f"said a {refused}") from refused
+    except OverflowError:
+        raise AgentEnded("said a reward that is out of range") from None

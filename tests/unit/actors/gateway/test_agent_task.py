@@ -1,8 +1,12 @@
-"""What an agent is given, for one in a process of its own."""
+"""What an agent is given, for one in a process of its own, and what it may say at its end."""
 
 import json
 
-from rubato.actors.gateway.agents import AgentTask
+import pytest
+
+from rubato.actors.gateway.agents import AgentTask, _complete
+from rubato.actors.gateway.command import AgentEnded
+from tests.scripted_sessions import scripted_session
 
 TOLD = AgentTask(
     url="http://127.0.0.1:1/sessions/s1", base_url="http://127.0.0.1:1/sessions/s1/v1", api_key="rbt-k", model="m",
@@ -22,3 +26,17 @@ def test_clients_of_both_apis_find_their_address_in_the_environment():
 
     assert told["OPENAI_BASE_URL"] == f"{told['ANTHROPIC_BASE_URL']}/v1" == TOLD.base_url
     assert told["RUBATO_SESSION"] == "s1"
+
+
+@pytest.mark.parametrize("said", [10**400, -(10**400), float("nan"), float("inf"), [], {"reward": 1}])
+async def test_what_is_no_reward_is_the_agent_s_failure(said):
+    with pytest.raises(AgentEnded):
+        _complete(scripted_session("hi"), said)
+
+
+async def test_an_answer_reaches_its_environment_as_a_text_that_a_wire_holds():
+    session = scripted_session("hi")
+
+    _complete(session, "one \ud800 alone")
+
+    assert session.answer == "one \ufffd alone"
