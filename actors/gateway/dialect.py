@@ -22,6 +22,9 @@ ROLES = ("system", "user", "assistant", "tool")
 
 Error = SessionOver | Refused
 
+UNREADABLE = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
+"""What decoding a body raises: it is no JSON or of another shape, nested too deep, or has bytes that are no UTF-8."""
+
 
 class Asked(Protocol):
     """A request, as its dialect has it."""
@@ -81,7 +84,7 @@ def read(decoder: msgspec.json.Decoder[AskedT], body: bytes) -> AskedT:
     """Raises Refused for a body that is none of the decoder's type."""
     try:
         return decoder.decode(body)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except UNREADABLE as error:
         raise Refused(400, "invalid_request_error", f"the body is none that can be answered here: {error}") from None
 
 

@@ -57,8 +57,9 @@ def _call_of(call: Any) -> Any:
         return told
     arguments = told.get("arguments")
     if isinstance(arguments, str):
-        with suppress(ValueError, RecursionError):  # a model may write what is no JSON
-            arguments = json.loads(arguments)
+        with suppress(ValueError, RecursionError):  # a model may write what is no JSON, or is nested too deep
+            arguments = _numbers(json.loads(arguments))
+        return [told.get("name"), arguments]
     return [told.get("name"), _numbers(arguments)]
 
 

@@ -21,7 +21,7 @@ import msgspec
 import uvicorn
 
 from rubato.actors.gateway.answering import DIALECTS, answer_in, refusal
-from rubato.actors.gateway.dialect import Dialect, Error, openai_error
+from rubato.actors.gateway.dialect import UNREADABLE, Dialect, Error, openai_error
 from rubato.actors.gateway.http_server import HttpServer
 from rubato.actors.gateway.session import KEY_PREFIX, Ending, OverCode, Refused, Session, SessionOver, check_ending
 from rubato.bus.message import unpack_i32
@@ -216,7 +216,7 @@ def decoded(body: bytes, kind: type[BodyT]) -> BodyT:
     """Raises Refused."""
     try:
         return msgspec.json.decode(body or b"{}", type=kind)
-    except msgspec.MsgspecError as error:
+    except UNREADABLE as error:
         raise Refused(400, "invalid_request_error", f"the body is not what is asked for here: {error}") from None
 
 

@@ -10,7 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rubato.actors.gateway.answering import DIALECTS
-from rubato.actors.gateway.session import Refused
+from rubato.actors.gateway.gateway import Opening
+from rubato.actors.gateway.server import decoded
+from rubato.actors.gateway.session import Ending, Refused
 from tests.scripted_sessions import app_of, scripted_session
 
 FUNCTION = {"type": "function", "name": "add", "description": "Add", "parameters": {"type": "object", "properties": {}}, "strict": True}
@@ -192,6 +194,18 @@ def test_what_is_no_text_is_refused_by_its_name(path, part):
 )
 def test_what_is_no_such_object_is_refused(path, body):
     assert refused(path, body).status == 400
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_bytes_that_are_no_utf_8_are_refused(path):
+    assert refused(path, json.dumps(BODIES[path] | {"model": "?"}).encode().replace(b"?", b"\xff")).status == 400
+
+
+@pytest.mark.parametrize("kind", [Opening, Ending])
+@pytest.mark.parametrize("body", [b"{", b"[]", b'{"error": "\xff", "task": "\xff"}', b'{"metadata":' + b"[" * 100_000])
+def test_a_body_that_opens_or_ends_a_session_is_refused_alike(kind, body):
+    with pytest.raises(Refused, match="the body is not what is asked for here"):
+        decoded(body, kind)
 
 
 @pytest.mark.parametrize(

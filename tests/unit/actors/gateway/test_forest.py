@@ -138,6 +138,14 @@ def test_meaning_knows_a_developer_as_a_system_message():
     assert meaning_of({"role": "developer", "content": "x"}) == meaning_of({"role": "system", "content": [{"type": "text", "text": "x"}]})
 
 
+@pytest.mark.parametrize("depth", [10, 450, 700, 100_000])
+def test_arguments_may_be_nested_as_deep_as_they_like(forest, depth):
+    deep = CALLED | {"tool_calls": [CALL | {"function": {"name": "add", "arguments": '{"a":' * depth + "1" + "}" * depth}}]}
+    _, turn = play(forest, [USER], deep, ids(10), ids(20))
+
+    assert forest.place([USER, deep, RESULT]).before is turn
+
+
 def test_a_transcript_without_turns_is_none(forest):
     assert isinstance(forest.opened(forest.place([USER]), ids(1)), Transcript)
     assert forest.turns == []
