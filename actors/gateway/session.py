@@ -484,8 +484,9 @@ def check_ending(ending: Ending, before: Ending | None) -> None:
     if ending.reward is not None and ending.rewards is not None:
         raise Refused(400, "invalid_reward", "give the reward, or the rewards that it is the sum of, not both")
     rewards = ending.rewards or {}
-    if len(rewards) > MOST_PARTS or not all(0 < len(name) <= LONGEST_NAME for name in rewards):
-        raise Refused(400, "invalid_reward", f"rewards are at most {MOST_PARTS} numbers by names of 1 to {LONGEST_NAME} characters")
+    if len(rewards) > MOST_PARTS or not all(0 < len(name) <= LONGEST_NAME and name.isprintable() for name in rewards):
+        why = f"rewards are at most {MOST_PARTS} numbers by names of 1 to {LONGEST_NAME} printable characters"
+        raise Refused(400, "invalid_reward", why)
     for name, value in [*((f"rewards.{name}", value) for name, value in rewards.items()), ("reward", ending.total or 0.0)]:
         if flaw := flaw_of_reward(value):
             raise Refused(400, "invalid_reward", f"{name} {value} is {flaw.replace('_', ' ')}")
