@@ -73,7 +73,7 @@ class Asked(msgspec.Struct):
         tools = tuple(_tool(told, f"tools[{at}]") for at, told in enumerate(self.tools or ()))
         choice = self.tool_choice
         if isinstance(choice, dict) and choice.get("type") == "function":  # {"type": "function", "function": {"name": …}}
-            choice = choice.get("function")
+            choice = choice.get("function") or choice  # or {"type": "function", "name": …}, as responses have it
         return Ask(
             conversation(self.messages, "messages"),
             tools,

@@ -184,6 +184,16 @@ def test_each_dialect_has_its_own_words_for_it(api, body, forced):
     assert api.asked_in(json.dumps(body).encode()).ask.forced == forced
 
 
+@pytest.mark.parametrize("choice", [{"type": "function"}, {"type": "function", "function": None}, {"type": "function", "function": {}}])
+def test_a_choice_without_a_name_is_refused_and_not_passed_over(choice):
+    with pytest.raises(Refused, match="tool_choice: only auto, none, required and one function by its name can be had"):
+        _ = chat(choice).ask
+
+
+def test_a_name_may_stand_where_responses_have_it():
+    assert chat({"type": "function", "name": "add"}).ask.forced == ("add",)
+
+
 @pytest.mark.parametrize("choice", ["required", NAMED])
 def test_without_tools_nothing_can_be_forced(choice):
     with pytest.raises(Refused, match="tool_choice"):
