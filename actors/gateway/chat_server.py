@@ -127,6 +127,8 @@ class ChatServer(Actor):
     async def turns(self, ask: Ask | AskTokens) -> tuple[Answer, ...]:
         """`ask.n` answers to a conversation. Raises Refused."""
         most = self.config.chat.max_concurrent
+        if ask.n > most:
+            raise invalid("n", f"chat.max_concurrent={most} answers can be under way at once")
         if self._under_way + ask.n > most:
             raise Refused(503, "too_many_requests", f"chat.max_concurrent={most} answers are under way already")
         if ask.wanted.penalties:

@@ -226,6 +226,18 @@ def test_it_speaks_all_dialects_of_the_gateway(served, path, body):
     served(play)
 
 
+def test_more_answers_than_ever_can_be_under_way_are_not_to_be_asked_for_again(served):
+    async def play(server):
+        server.actor.config = ChatServer.Config(chat={"max_concurrent": 2})
+
+        status, told = await server.ask(n=3)
+
+        assert (status, server.asked) == (400, [])
+        assert "n: chat.max_concurrent=2" in told["error"]["message"]
+
+    served(play)
+
+
 def test_no_more_answers_are_under_way_than_the_config_says(served):
     async def play(server):
         server.actor.config = ChatServer.Config(chat={"max_concurrent": 2})
