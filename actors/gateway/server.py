@@ -203,8 +203,9 @@ class Answering:
 
 
 def key_of(request: "Request") -> str:
-    headers = request.headers
-    return headers.get("x-api-key") or headers.get("Authorization", "").removeprefix("Bearer ")
+    told = request.headers.get("Authorization", "")
+    scheme, _, key = told.partition(" ")
+    return request.headers.get("x-api-key") or (key if scheme.lower() == "bearer" else told)
 
 
 def _name_of(request: "Request") -> str:

@@ -8,10 +8,11 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from starlette.requests import Request
 
 from rubato.actors.gateway.answering import DIALECTS
 from rubato.actors.gateway.gateway import Opening
-from rubato.actors.gateway.server import decoded
+from rubato.actors.gateway.server import decoded, key_of
 from rubato.actors.gateway.session import Ending, Refused
 from tests.scripted_sessions import app_of, scripted_session
 
@@ -266,3 +267,19 @@ def test_a_mangled_body_is_answered_or_refused_with_a_status(path, data):
         return told.status_code, bool(isinstance(told.json(), dict) and (told.json().get("error") or {}).get("message"))
 
     assert asyncio.run(status()) in ((200, False), (400, True))
+
+
+@pytest.mark.parametrize(
+    ("headers", "key"),
+    [
+        ({"Authorization": "Bearer rbt-1"}, "rbt-1"),
+        ({"authorization": "bearer rbt-1"}, "rbt-1"),
+        ({"x-api-key": "rbt-1", "Authorization": "Bearer other"}, "rbt-1"),
+        ({"Authorization": "rbt-1"}, "rbt-1"),
+        ({}, ""),
+    ],
+)
+def test_a_key_comes_in_either_header_and_its_scheme_in_any_case(headers, key):
+    raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+
+    assert key_of(Request({"type": "http", "headers": raw})) == key
