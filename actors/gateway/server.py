@@ -49,7 +49,8 @@ class Over(NamedTuple):
     """What is still known of a session that is over."""
 
     code: OverCode
-    ending: Ending | None
+    ending: bytes | None
+    """Its digest."""
     told: dict[str, Any]
     """What its agent was answered to that."""
 

@@ -5,6 +5,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from hashlib import blake2b
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -86,6 +87,11 @@ class Ending(msgspec.Struct, frozen=True):
     def total(self) -> float | None:
         """The reward, if it has one."""
         return self.reward if self.rewards is None else sum(self.rewards.values())
+
+    @property
+    def digest(self) -> bytes:
+        """By which it is known again; an answer may have megabytes."""
+        return blake2b(msgspec.json.encode(self, order="sorted"), digest_size=16).digest()
 
 
 class Wanted(NamedTuple):
@@ -209,8 +215,8 @@ class Session:
         self._renderer, self._offload, self._idle_s, self._queue_s, self._max_len = renderer, offload, idle_s, queue_s, max_len
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._settled = asyncio.Event()
-        self.ending: Ending | None = None
-        """The one that counts, of an agent that ended it."""
+        self.ending: bytes | None = None
+        """The digest of the one that counts, of an agent that ended it."""
         self.fate: str | None = None
         """What the sample buffer says of it: empty while it may train."""
         self.num_unused = 0
@@ -410,7 +416,7 @@ class Session:
         self._check_open()
         if self._ended.done():
             raise SessionOver("cancelled")
-        self.ending = ending
+        self.ending = ending.digest
         if ending.error is not None:
             self.fail(GaveUp("agent_failed", ending.error[:MOST_ERROR]))
             return
@@ -475,10 +481,10 @@ def said_to(
     return said, stop, text
 
 
-def check_ending(ending: Ending, before: Ending | None) -> None:
-    """Raises Refused for one that is none, or not the one that the session has."""
+def check_ending(ending: Ending, before: bytes | None) -> None:
+    """Raises Refused for one that is none, or not the one that the session has, whose digest is `before`."""
     if before is not None:
-        if ending != before:
+        if ending.digest != before:
             raise Refused(409, "ended_otherwise", "the session was completed with another body before, which counts: a session ends once")
         return
     if ending.reward is not None and ending.rewards is not None:

@@ -8,6 +8,7 @@ import pytest
 from rubato.actors.config import EvalSection, RolloutSection
 from rubato.actors.envs.chat import ChatRenderer
 from rubato.actors.envs.recorder import GaveUp, Recorder, RecorderContext
+from rubato.actors.gateway.server import SessionServer
 from rubato.actors.gateway.session import Ask, Ending, Refused, Session, SessionOver
 from rubato.actors.messages.generation import Completion, Tokens, VersionSpan
 from rubato.actors.messages.samples import PolicyState, Ticket
@@ -149,6 +150,20 @@ BAD = [
     Ending(rewards={"exact": 1.0}),
     Ending(rewards={"std": 1.0}),
 ]
+
+
+async def test_of_a_session_that_is_over_its_answer_is_not_kept(played):
+    server, ending = SessionServer("run"), Ending(rewards={"a": 1.0, "b": 2.0}, answer="x" * 1_000_000)
+    server.add(played.session)
+    await played.turn(USER)
+
+    played.session.complete(ending)
+    server.remove(played.session)
+
+    assert len(repr(server._over)) < 1000
+    played.session.complete(Ending(rewards={"b": 2.0, "a": 1.0}, answer="x" * 1_000_000))
+    with pytest.raises(Refused, match="completed with another body before"):
+        played.session.complete(Ending(rewards={"a": 1.0, "b": 2.0}, answer="x"))
 
 
 @pytest.mark.parametrize("bad", BAD)
