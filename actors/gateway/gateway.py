@@ -121,6 +121,12 @@ class Waiting(NamedTuple):
     def waits(self) -> bool:
         return not self.opened.done()
 
+    def leave(self) -> None:
+        """Who waited has gone: if its session came in that moment, nobody will ever ask it, and another attempt takes its place."""
+        if not self.waits and not self.opened.cancelled() and self.opened.exception() is None:
+            self.opened.result().session.fail(GaveUp(CANCELLED, retry=True), "cancelled")
+        self.opened.cancel()
+
 
 class Opening(msgspec.Struct):
     """Body of POST /sessions."""
@@ -338,10 +344,12 @@ class Gateway(EnvManager):
         try:
             async with asyncio.timeout(self._section.wait_s), until_gone(request):
                 session, prompt, tools = await waiting.opened
-        except TimeoutError:
-            raise Refused(503, "no_room", self._why_no_room()) from None
+        except BaseException as why:
+            waiting.leave()
+            if isinstance(why, TimeoutError):
+                raise Refused(503, "no_room", self._why_no_room()) from None
+            raise
         finally:
-            waiting.opened.cancel()
             if waiting in self._openings:
                 self._openings.remove(waiting)
             self._openings_changed()
