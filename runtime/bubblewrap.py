@@ -20,7 +20,7 @@ from rubato.runtime.importer import OURS, PACKAGES, VARIABLE, in_use
 from rubato.runtime.pool.guard import VARIABLE as STARTED_BY
 from rubato.runtime.pool.sandbox import choose_uid, shortcoming
 
-TOOL, HELPERS = "bwrap", ("setpriv", "prlimit")
+TOOL, HELPERS = "bwrap", ("setpriv", "prlimit", "choom")
 """What it needs: bubblewrap from 0.8 on, and util-linux's."""
 
 TRIAL_S = 20.0
@@ -86,7 +86,8 @@ def sandboxed(command: Sequence[str], sandbox: Sandbox, env: Mapping[str, str] |
     uid = choose_uid()
     as_user = ("setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--") if uid else ()
     limits = ("prlimit", f"--nproc={sandbox.bounds.max_processes}", "--")
-    return Command((*_entered(sandbox), *as_user, *limits, *command), {**_kept(sandbox, os.environ), **(env or {})})
+    first = ("choom", "-n", "1000", "--")  # when memory runs out the kernel ends it before an actor, as it does workers
+    return Command((*first, *_entered(sandbox), *as_user, *limits, *command), {**_kept(sandbox, os.environ), **(env or {})})
 
 
 class SandboxWall:

@@ -120,6 +120,11 @@ async def test_there_is_no_way_out(escape):
         assert await place.tried(escape) == 0.0
 
 
+async def test_when_memory_runs_out_it_is_ended_before_an_actor():
+    async with place_of() as place:
+        assert await place.said("print('{\"reward\": ' + open('/proc/self/oom_score_adj').read().strip() + '}')") == 1000
+
+
 async def test_other_processes_and_their_variables_are_not_seen(monkeypatch):
     monkeypatch.setenv("SOME_API_KEY", "of-the-launcher")
 
