@@ -75,7 +75,7 @@ class OpenEnv:
         """Take the action that the text is."""
         try:
             taken = {self._action: action} if self._action else msgspec.json.decode(action.strip(), type=dict[str, Any])
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             return f"This is no JSON object: {error}", 0.0, False, False, {"invalid": True}
         try:
             data = await self._ask("step", taken)

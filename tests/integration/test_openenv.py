@@ -143,9 +143,11 @@ async def test_the_text_may_be_the_whole_action_and_what_is_none_is_an_invalid_t
     await env.reset(1)
 
     no_json, refused = await env.step("up"), await env.step('{"move": "up"}')
+    too_deep = await env.step('{"text": ' + "[" * 5000)
     taken = await env.step('{"text": "up"}')
 
-    assert (no_json[0][:23], no_json[4]) == ("This is no JSON object:", {"invalid": True})
+    for none in (no_json, too_deep):
+        assert (none[0][:23], none[4]) == ("This is no JSON object:", {"invalid": True})
     assert "Field required" in refused[0]
     assert refused[1:] == (0.0, False, False, {"invalid": True})
     assert taken[0] == "UP"
