@@ -23,7 +23,7 @@ ROLES = ("system", "user", "assistant", "tool")
 Error = SessionOver | Refused
 
 UNREADABLE = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
-"""What decoding a body raises: it is no JSON or of another shape, nested too deep, or has bytes that are no UTF-8."""
+"""What decoding raises where a message is no such thing, is nested too deep, or has texts that are no UTF-8."""
 
 
 class Asked(Protocol):

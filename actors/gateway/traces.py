@@ -10,6 +10,7 @@ import msgspec
 
 from rubato.actors.envs.chat import TOKEN_BYTES, Transcript
 from rubato.actors.envs.recorder import GaveUp
+from rubato.actors.gateway.dialect import UNREADABLE
 from rubato.actors.gateway.forest import Forest, Turn
 from rubato.actors.messages.samples import flaw_of_reward
 from rubato.bus.message import pack_f32, pack_i32
@@ -184,7 +185,7 @@ class Episode:
         self._weigh(message)
         try:
             delta = _delta.decode(message)
-        except msgspec.MsgspecError as error:
+        except UNREADABLE as error:
             raise wrong(f"a message that is no delta of a trace: {error}") from error
         if delta.discard:
             self._traces.pop(delta.trace, None)
@@ -198,7 +199,7 @@ class Episode:
         self._weigh(message)
         try:
             reply = _reply.decode(message)
-        except msgspec.MsgspecError as error:
+        except UNREADABLE as error:
             raise wrong(f"a reply that is none: {error}") from error
         if not reply.success or reply.head is None:
             raise GaveUp("env_step_failed", f"verifiers' EnvServer refused the episode: {reply.error or 'it gave no reason'}")

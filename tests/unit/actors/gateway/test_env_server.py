@@ -221,6 +221,15 @@ def test_an_episode_of_several_agents_is_refused_and_a_judge_s_trace_is_passed_o
         two.end(pack({"head": head, "traces": traces}))
 
 
+@pytest.mark.parametrize("message", [b"", b"\x81\xa5KEY\xa1\xff", b"\x81\xa1x" + b"\x91" * 5000 + b"\xc0"])
+@pytest.mark.parametrize("take", [Episode.grow, Episode.end])
+def test_a_message_that_can_not_be_read_is_refused(take, message):
+    with pytest.raises(GaveUp, match="EnvServer sent a") as refused:
+        take(Episode(), message.replace(b"KEY", b"trace" if take is Episode.grow else b"error"))
+
+    assert refused.value.reason == "env_bad_result"
+
+
 def test_a_trace_that_was_given_up_counts_for_nothing_and_too_long_a_one_is_refused():
     episode = Episode()
     episode.grow(pack({"trace": "first", "nodes": [{}]}))
