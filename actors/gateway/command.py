@@ -18,6 +18,7 @@ from typing import Any
 
 from rubato.runtime.importer import FILE_TARGET, load_configured
 from rubato.runtime.launch.children import until_gone
+from rubato.runtime.pool.values import clean
 
 MODULE_TARGET = re.compile(r"[\w.]+:[A-Za-z_][\w.]*")
 """A function of a module, as module:name."""
@@ -80,7 +81,7 @@ async def run_command(
     if out.is_flood or err.is_flood:
         raise AgentEnded(f"printed more than {most_output:,} bytes")
     if process.returncode:
-        raise AgentEnded(f"ended with {process.returncode}: {err.last_line or out.last_line or 'it said nothing'}")
+        raise AgentEnded(f"ended with {process.returncode}: {clean(err.last_line or out.last_line or 'it said nothing')}")
     return _result_in(out.text)
 
 

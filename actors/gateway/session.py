@@ -20,6 +20,7 @@ from rubato.actors.gateway.renderers import opening_of, read_turn
 from rubato.actors.messages.generation import Completion, Sampling
 from rubato.actors.messages.samples import flaw_of_reward
 from rubato.runtime.errors import first_cause
+from rubato.runtime.pool.values import clean
 
 OverCode = Literal["stale", "expired", "complete", "cancelled", "failed"]
 
@@ -418,7 +419,7 @@ class Session:
             raise SessionOver("cancelled")
         self.ending = ending.digest
         if ending.error is not None:
-            self.fail(GaveUp("agent_failed", ending.error[:MOST_ERROR]))
+            self.fail(GaveUp("agent_failed", clean(ending.error[:MOST_ERROR])))
             return
         self.rewarded = ending.total is not None
         self.answer = self.answer if ending.answer is None else ending.answer

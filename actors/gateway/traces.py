@@ -14,6 +14,7 @@ from rubato.actors.gateway.dialect import UNREADABLE
 from rubato.actors.gateway.forest import Forest, Turn
 from rubato.actors.messages.samples import flaw_of_reward
 from rubato.bus.message import pack_f32, pack_i32
+from rubato.runtime.pool.values import clean
 
 MOST_BYTES = 256 * 2**20
 """Of all messages of one episode."""
@@ -202,7 +203,7 @@ class Episode:
         except UNREADABLE as error:
             raise wrong(f"a reply that is none: {error}") from error
         if not reply.success or reply.head is None:
-            raise GaveUp("env_step_failed", f"verifiers' EnvServer refused the episode: {reply.error or 'it gave no reason'}")
+            raise GaveUp("env_step_failed", f"verifiers' EnvServer refused the episode: {clean(reply.error or 'it gave no reason')}")
         found = [self._whole(summary) for summary in reply.traces]
         trained = [trace for trace in found if trace.state.agent is None or trace.state.agent.trainable]
         for trace in found:
@@ -229,7 +230,7 @@ def _check_ok(ok: bool | None, errors: Iterable[Flaw], *, timed_out: bool = Fals
     if ok:
         return
     last = next(reversed([*errors]), Flaw("Error", "it gave no reason"))
-    said = f"{last.type}: {last.message[:2000]}"
+    said = clean(f"{last.type}: {last.message[:2000]}")
     if last.type == "ProviderError" and (last.status_code or 500) >= 500:
         raise GaveUp("generation_failed", said, retry=True)
     raise GaveUp("env_timeout" if timed_out else "env_step_failed", said)

@@ -47,7 +47,12 @@ async def test_a_flood_of_output_is_read_to_its_end_and_only_its_end_is_kept():
 
 
 @pytest.mark.parametrize(
-    ("code", "why"), [("raise SystemExit(3)", "ended with 3: it said nothing"), ("import os; os.kill(os.getpid(), 9)", "ended with -9")]
+    ("code", "why"),
+    [
+        ("raise SystemExit(3)", "ended with 3: it said nothing"),
+        ("import os; os.kill(os.getpid(), 9)", "ended with -9"),
+        ("raise SystemExit('\\x1b[2Jgone')", r"ended with 1: \\x1b\[2Jgone"),
+    ],
 )
 async def test_one_that_fails_ends_with_how(code, why):
     with pytest.raises(AgentEnded, match=why):

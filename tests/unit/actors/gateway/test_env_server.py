@@ -195,6 +195,7 @@ def test_a_reward_that_is_no_number_is_a_failed_rollout(score):
     [
         ([], "env_step_failed", False),
         ([{"type": "TaskError", "message": "a bug"}], "env_step_failed", False),
+        ([{"type": "TaskError", "message": "\x1b[2J"}], "env_step_failed", False),
         ([{"type": "ProviderError", "message": "busy", "status_code": 503}], "generation_failed", True),
         ([{"type": "ProviderError", "message": "too long", "status_code": 400}], "env_step_failed", False),
     ],
@@ -207,6 +208,7 @@ def test_an_episode_that_failed_is_tried_again_where_that_may_help(errors, reaso
         episode.end(pack({"head": {"ok": False}, "traces": [{"id": "t", "nodes": 0, "calls": 0}]}))
 
     assert (end.value.reason, end.value.retry) == (reason, retry)
+    assert end.value.detail.isprintable()
 
 
 def test_an_episode_of_several_agents_is_refused_and_a_judge_s_trace_is_passed_over():

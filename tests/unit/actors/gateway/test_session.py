@@ -282,3 +282,11 @@ async def test_what_is_shown_anew_leaves_nothing_where_its_turn_fails(write_mode
         await played.turn(USER, first, USER)
 
     assert [each.prompt for each in played.recorder.transcripts] == before
+
+
+async def test_an_agents_words_on_why_it_failed_can_be_printed(played):
+    played.session.complete(Ending(error="\x1b[2Jno \x00 luck"))
+
+    with pytest.raises(GaveUp) as end:
+        await played.session.drive(played.recorder)
+    assert (end.value.reason, end.value.detail) == ("agent_failed", "\\x1b[2Jno \\x00 luck")
