@@ -126,7 +126,10 @@ class Trace:
         for name, score in rewards.items():
             if flaw := flaw_of_reward(score.score * score.weight):
                 raise wrong(f"a reward {name} of {score.score}, which is {flaw.replace('_', ' ')}")
-        return sum(score.score * score.weight for score in rewards.values())
+        total = sum(score.score * score.weight for score in rewards.values())
+        if flaw := flaw_of_reward(total):
+            raise wrong(f"rewards whose sum {total} is {flaw.replace('_', ' ')}")
+        return total
 
     @property
     def info(self) -> Mapping[str, float]:

@@ -190,6 +190,13 @@ def test_a_reward_that_is_no_number_is_a_failed_rollout(score):
         _ = trace.reward
 
 
+def test_rewards_whose_sum_is_none_are_a_failed_rollout():
+    trace = ended([], rewards={name: {"score": 1e30} for name in ("right", "brief")})
+
+    with pytest.raises(GaveUp, match="sent rewards whose sum"):
+        _ = trace.reward
+
+
 @pytest.mark.parametrize(
     ("errors", "reason", "retry"),
     [
