@@ -4,7 +4,7 @@
     GET  /v1/models
 
 Answers come from the policy that is being trained, under the weights that its engine has by then; what is sampled here trains nothing. Where
-RUBATO_CHAT_TOKEN is set, no request is answered without it (`Authorization: Bearer`, or `x-api-key`).
+RUBATO_CHAT_TOKEN is set, no request is answered without it (`Authorization: Bearer`, or `x-api-key`); beyond the loopback it has to be.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from rubato.actors.gateway.renderers import Renderers, opening_of
 from rubato.actors.gateway.server import Answering, body_of, http_server, key_of, until_gone
 from rubato.actors.gateway.session import Answer, Ask, AskTokens, Refused, said_to
 from rubato.actors.messages.generation import Completion, Generate, Sampling, why_early
-from rubato.bus.address import bare, bind_listener, spelt
+from rubato.bus.address import bare, bind_listener, is_loopback, spelt
 from rubato.bus.errors import AskFailed, Failed, Unknown
 from rubato.runtime.actor import Actor
 from rubato.runtime.config import ActorConfig, Section
@@ -71,7 +71,12 @@ class ChatServer(Actor):
 
     @classmethod
     def check_host(cls, config: Any) -> None:
-        """The packages that serve."""
+        """The packages that serve, and that nobody else is served without a token."""
+        host = config.chat.host
+        if not is_loopback(host) and not os.environ.get(TOKEN):
+            raise ConfigError(
+                f"chat.host={host} is reached from outside, and {TOKEN} is not set: set it there, or leave chat.host at 127.0.0.1"
+            )
         if importlib.util.find_spec("starlette") is None:
             raise ConfigError("rubato.actors.gateway.chat_server needs the package starlette: pip install -e '.[serve]'")
 

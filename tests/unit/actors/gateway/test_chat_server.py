@@ -11,6 +11,7 @@ from rubato.actors.envs.templates import RenderError
 from rubato.actors.gateway.chat_server import TOKEN, ChatServer
 from rubato.actors.gateway.server import BODY_S
 from rubato.actors.messages.generation import Completion, Tokens, VersionSpan
+from rubato.runtime.errors import ConfigError
 
 CHAT = {"messages": [{"role": "user", "content": "wind 1"}], "max_tokens": 4}
 
@@ -256,3 +257,21 @@ def test_no_more_answers_are_under_way_than_the_config_says(served):
         assert (await server.ask())[0] == 200
 
     served(play)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "[::]", "192.0.2.1", ""])
+def test_beyond_loopback_it_listens_with_a_token_alone(monkeypatch, host):
+    config = ChatServer.Config(chat={"host": host})
+    monkeypatch.delenv(TOKEN, raising=False)
+    with pytest.raises(ConfigError, match=TOKEN):
+        ChatServer.check_host(config)
+
+    monkeypatch.setenv(TOKEN, "secret")
+    ChatServer.check_host(config)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "[::1]", "localhost"])
+def test_at_loopback_it_needs_none(monkeypatch, host):
+    monkeypatch.delenv(TOKEN, raising=False)
+
+    ChatServer.check_host(ChatServer.Config(chat={"host": host}))
