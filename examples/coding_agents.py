@@ -13,20 +13,14 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-LIMITS = {"contextWindow": 32_000, "maxTokens": 4_096}
-"""Of the model, as pi is told."""
-
-
-LEAN = {"NODE_OPTIONS": "--disable-wasm-trap-handler"}
-"""Else node reserves more addresses than `env.memory_mb` should allow; for node 20.15, 22.2, or later."""
+LEAN = {"NODE_OPTIONS": "--disable-wasm-trap-handler"}  # else node, from 20.15 or 22.2 on, reserves more than env.memory_mb should allow
 
 
 def pi(task: dict[str, Any], home: Path) -> list[str]:
     """By OpenAI's chat completions, as streams."""
-    models = [{"id": task["model"], **LIMITS}]
+    models = [{"id": task["model"], "contextWindow": 32_000, "maxTokens": 4_096}]
     provider = {"api": "openai-completions", "baseUrl": task["base_url"], "apiKey": task["api_key"], "models": models}
-    settings = home / ".pi" / "agent"
-    settings.mkdir(parents=True)
+    (settings := home / ".pi" / "agent").mkdir(parents=True)
     (settings / "models.json").write_text(json.dumps({"providers": {"rubato": provider}}))
     return ["pi", "-p", "--provider", "rubato", "--model", task["model"], "--no-session", task["prompt"]]
 
@@ -38,13 +32,8 @@ def codex(task: dict[str, Any], home: Path) -> list[str]:
     return ["codex", "exec", "--skip-git-repo-check", "--ephemeral", "-s", "danger-full-access", *settings, task["prompt"]]
 
 
-def main(name: str) -> int:
-    """Play the task of RUBATO_TASK_FILE; the agent's exit code."""
+if __name__ == "__main__":
     task = json.loads(Path(os.environ["RUBATO_TASK_FILE"]).read_text())
     with tempfile.TemporaryDirectory() as home:
-        words = {"pi": pi, "codex": codex}[name](task, Path(home))
-        return subprocess.run(words, env={**os.environ, **LEAN, "HOME": home}, stdin=subprocess.DEVNULL, check=False).returncode
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+        words = {"pi": pi, "codex": codex}[sys.argv[1]](task, Path(home))
+        sys.exit(subprocess.run(words, env={**os.environ, **LEAN, "HOME": home}, stdin=subprocess.DEVNULL, check=False).returncode)
