@@ -88,7 +88,7 @@ def test_a_run_does_not_go_on_with_other_rows_and_loses_nothing(place):
     ("changes", "words"),
     [
         (("tasks.sums.weight=0", "tasks.lake.weight=0"), "the weights of lake, sums sum to 0"),
-        (("tasks.sum.weight=2",), "sum names none of class, data, reasoning_gym, textarena, agent. Did you mean sums?"),
+        (("tasks.sum.weight=2",), "sum names none of class, data, reasoning_gym, textarena, verifiers, agent. Did you mean sums?"),
         (("tasks.sums.data.prompt=questoin",), "has no column questoin"),
         (("tasks.sums.data.prompt=questoin",), "Did you mean question?"),
         (("tasks.sums.data.grader=place",), "Did you mean places?"),
