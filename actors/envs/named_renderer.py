@@ -96,7 +96,7 @@ class NamedRenderer:
         ids, before = array("i", turn).tolist(), array("i", prompt).tolist()
         try:
             parsed: Any = self._renderer.parse_response(ids, tools=self._tools, prompt_ids=before)
-        except Exception:  # noqa: BLE001 - the package's code raises whatever Python's does, of tokens that nobody can foresee
+        except Exception:  # noqa: BLE001 - the package's code raises whatever Python's does, of tokens that can not be foreseen
             return None
         calls = [(call.name if call.status in ("ok", "unknown_tool") else None, call.arguments, call.raw) for call in parsed.tool_calls]
         return ParsedTurn(well_formed(parsed.content or ""), well_formed(parsed.reasoning_content or "").strip(), well_formed(calls))

@@ -71,7 +71,7 @@ class ChatServer(Actor):
 
     @classmethod
     def check_host(cls, config: Any) -> None:
-        """The packages that serve, and that nobody else is served without a token."""
+        """The packages that serve, and a token where the address is reached from outside."""
         host = config.chat.host
         if not is_loopback(host) and not os.environ.get(TOKEN):
             raise ConfigError(

@@ -1,6 +1,6 @@
 """verifiers' EnvServer as a process of ours in an interpreter of its own, and the wire to it: a DEALER of ZeroMQ's protocol.
 
-It listens on a socket in a folder that is the user's alone, since it asks nobody for a key. It is started when the first rollout wants it,
+It listens on a socket in a folder that is the user's alone, since it asks for no key. It is started when the first rollout wants it,
 again when it ends, and ends with the actor that started it, however that ends.
 """
 

@@ -122,7 +122,7 @@ class Waiting(NamedTuple):
         return not self.opened.done()
 
     def leave(self) -> None:
-        """Who waited has gone: if its session came in that moment, nobody will ever ask it, and another attempt takes its place."""
+        """The client that waited has gone: a session that came in that moment is never asked, and another attempt takes its place."""
         if not self.waits and not self.opened.cancelled() and self.opened.exception() is None:
             self.opened.result().session.fail(GaveUp(CANCELLED, retry=True), "cancelled")
         self.opened.cancel()

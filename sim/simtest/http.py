@@ -35,7 +35,7 @@ class Request:
         self._is_read = False
 
     async def reply(self) -> Reply:
-        """The whole answer. Raises Gone. Whoever waits no more has left."""
+        """The whole answer. Raises Gone where its client has left."""
         process, loop = self.process, asyncio.get_running_loop()
         server = getattr(process.actor, "http", None)
         if not process.alive or server is None or not server.is_up:
