@@ -149,7 +149,13 @@ class HostsSection(Section):
     """How many of them."""
     pools: dict[str, Annotated[int, Field(ge=1, le=64)]] = Field(min_length=1)
     """Processes that each of them brings, by pool or by a role that has no pools: `far: 8, env_manager: 2`. A host must have what
-    they need together: their GPUs and their labels."""
+    they need together: their GPUs, their cores and their labels."""
+    gpus: int = Field(default=0, ge=0)
+    """GPUs that a host is asked for where that is more than its pools need together."""
+    cpus: int = Field(default=0, ge=0)
+    """Cores that a host is asked for where that is more than its pools need together."""
+    labels: tuple[str, ...] = ()
+    """What a host must be beside the labels of its pools; it has them among its `host.labels` then."""
 
 
 class LaunchSection(Section):
@@ -157,6 +163,8 @@ class LaunchSection(Section):
 
     backend: str = "here"
     """The engine that places `hosts`: here, which is this host, or the import path of a HostPlacer (runtime/launch/placer.py)."""
+    address: str = "auto"
+    """Where that engine is reached, in its own terms; auto: where it says itself that it is, as by a variable of the environment."""
     hosts: dict[str, HostsSection] = {}
     """Kinds of hosts by name. They need `bus.host`. Empty: the launching host, and what joins it by token."""
     names: str = "rubato.actors.hub.names"

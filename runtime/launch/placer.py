@@ -48,6 +48,7 @@ class HostSpec(msgspec.Struct, frozen=True):
     roles: Mapping[str, int] = {}
     """Role without pools → processes of it on each host."""
     gpus: int = 0
+    cpus: int = 0
     labels: tuple[str, ...] = ()
     """The host must be one that all of these are true of."""
 
@@ -122,8 +123,9 @@ def specs_of(config: Config) -> dict[str, HostSpec]:
             asked.count,
             {pool: num for pool, (p, num) in members.items() if p.name},
             {role: num for role, (p, num) in members.items() if not p.name},
-            sum(section.gpus * num for section, num in sections),
-            tuple(dict.fromkeys(label for section, _ in sections for label in section.labels)),
+            max(asked.gpus, sum(section.gpus * num for section, num in sections)),
+            max(asked.cpus, sum(section.cores * num for section, num in sections)),
+            tuple(dict.fromkeys((*asked.labels, *(label for section, _ in sections for label in section.labels)))),
         )
     return found
 

@@ -19,7 +19,7 @@ ACTOR = "rubato.runtime.actor:Actor"
 JOB = {
     "bus": {"host": "127.0.0.1"},
     "actors": {
-        "engine": {"class": ACTOR, "pools": {"near": {"count": 1}, "far": {"count": 0, "gpus": 2, "labels": ["h20"]}}},
+        "engine": {"class": ACTOR, "pools": {"near": {"count": 1}, "far": {"count": 0, "gpus": 2, "cores": 1, "labels": ["h20"]}}},
         "env": {"class": ACTOR},
     },
     "launch": {"hosts": {"remote": {"count": 2, "pools": {"far": 3, "env": 4}}}},
@@ -178,8 +178,22 @@ async def test_a_placer_that_raises_ends_the_job_and_is_closed(tmp_path):
 def test_a_host_must_have_what_its_pools_need_together():
     specs = specs_of(from_mapping(JOB))
 
-    assert specs == {"remote": HostSpec("remote", 2, {"far": 3}, {"env": 4}, 6, ("h20",))}
+    assert specs == {"remote": HostSpec("remote", 2, {"far": 3}, {"env": 4}, gpus=6, cpus=3, labels=("h20",))}
     assert join_command(specs["remote"], "secret").token == "secret"
+
+
+@pytest.mark.parametrize(
+    ("more", "gpus", "cpus", "labels"),
+    [
+        ([], 6, 3, ("h20",)),
+        (["gpus=8", "cpus=32", "labels=[ib]"], 8, 32, ("ib", "h20")),
+        (["gpus=1", "cpus=1", "labels=[h20]"], 6, 3, ("h20",)),
+    ],
+)
+def test_a_host_is_asked_for_with_what_its_pools_need_at_least(more, gpus, cpus, labels):
+    found = specs_of(from_mapping(JOB, [f"launch.hosts.remote.{each}" for each in more]))["remote"]
+
+    assert (found.gpus, found.cpus, found.labels) == (gpus, cpus, labels)
 
 
 def test_a_job_without_hosts_needs_no_placer():
