@@ -64,7 +64,9 @@ def _dispatch(arguments: list[str]) -> int:
         print(_help())  # noqa: T201
         return ExitCode.DONE if arguments else ExitCode.REFUSED
     if arguments[0] == "--version":
-        print(f"rubato {_version()}")  # noqa: T201
+        from rubato.runtime.launch.token import version_here
+
+        print(f"rubato {version_here() or '(not installed: a checkout)'}")  # noqa: T201
         return ExitCode.DONE
     name = arguments[0]
     command = COMMANDS.get(name)
@@ -155,15 +157,6 @@ def _help() -> str:
             "rubato COMMAND --help says more. Start with: rubato launch quickstart",
         ]
     )
-
-
-def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("rubato-rl")
-    except PackageNotFoundError:
-        return "(not installed: a checkout)"
 
 
 if __name__ == "__main__":

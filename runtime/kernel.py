@@ -41,7 +41,7 @@ STOPPED_S = 4.0
 """A heartbeat that comes this late shows that the process was stopped or the Store away: others may have given this actor up."""
 
 LEAVE_S = 5.0
-"""How long an actor that leaves waits for a Store that is away: longer than a server takes that is started again at once."""
+"""How long an actor that leaves waits in all for a Store that is away: longer than a server takes that is started again at once."""
 
 OFFLOAD_THREADS = 4
 
@@ -329,6 +329,7 @@ class _Presence:
         self._role, self._pool, self._hardware, self._provides = role, pool, hardware, provides
         self._state: State = "starting"
         self._renewing = asyncio.Lock()
+        self._away = False
         self._beat = 0
         self._cpu_share = 0.0
         self._cpu_s = 0.0
@@ -361,10 +362,11 @@ class _Presence:
     async def _unless_away(self, told: Awaitable[None]) -> None:
         """A Store that is away keeps no actor from leaving: a job can be stopped without it."""
         try:
-            async with asyncio.timeout(LEAVE_S):
+            async with asyncio.timeout(0.0 if self._away else LEAVE_S):
                 await told
         except (StoreUnavailable, TimeoutError) as error:
             self._kernel.log.warning("left_without_store", error=str(error))
+            self._away = True
 
     async def beat(self) -> None:
         """Renew the record every beat until cancelled. Raises ActorFailed once a newer incarnation has taken the name."""

@@ -138,6 +138,8 @@ class StateSection(Section):
 class HostSection(Section):
     """What is known of this host; each host of a run has its own."""
 
+    name: str = ""
+    """How it is called where the run's hosts are listed; one that `launch.hosts` asks for has its name there. Empty: as its node agent."""
     labels: tuple[str, ...] = ()
     """What it is called by `actors.<role>.pools.<name>.labels`."""
 

@@ -49,12 +49,14 @@ LOOK_S = 1.0
 
 DRAINED = 16
 Key = tuple[str, str, str, str]
-STOP_LIMITS_S = {"interrupted": DRAIN_LIMIT_S, "done": 8.0, "failed": 3.0}
-"""By outcome. At the end nothing that still runs is needed; what a failed run did not write down is caught up when it is resumed."""
+STOP_LIMITS_S = {"interrupted": DRAIN_LIMIT_S, "done": 8.0, "failed": 3.0, "lost": 1.0}
+"""By outcome. At the end nothing that still runs is needed; what a failed run did not write down is caught up when it is resumed, and
+where the run is lost its actors have no other to hand anything to.
+"""
 
 
 class JobOutcome(NamedTuple):
-    """How the job ended: `kind` is done, failed or interrupted; `sentence` is for the user."""
+    """How the job ended: `kind` is done, failed, interrupted or, on a host that joined, lost; `sentence` is for the user."""
 
     kind: str
     sentence: str
@@ -162,7 +164,7 @@ class NodeAgent(HostBlobs):
             if followers:
                 await self.host.drain_all(limit_s, by_rank=True, below=order)
                 await self.hosts.stop(followers, limit_s, now=now)
-        else:
+        elif kind != "lost":
             with suppress(NotSent, TimeoutError):  # the first host is gone, or out of reach
                 async with asyncio.timeout(TELL_S):
                     await self.ref(NODE).tell(HostLeaves(self.name))

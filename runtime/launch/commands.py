@@ -23,13 +23,12 @@ from rubato.runtime.importer import FOLDER as CODE
 from rubato.runtime.importer import KeptCode, use
 from rubato.runtime.launch.card import read_card
 from rubato.runtime.launch.children import until_gone
-from rubato.runtime.launch.connection import connect
 from rubato.runtime.launch.folder import RunFolder
 from rubato.runtime.launch.token import read_token
 from rubato.runtime.messages import AddActors, Added, DrainActors, StopJob
 from rubato.runtime.observe.trace import wall_s
 from rubato.runtime.places import HostPlaces
-from rubato.runtime.registry import NODE, list_actors
+from rubato.runtime.registry import NODE
 
 FIXED = {"run.seed": "{key} is {old} in this run and can't become {new}: groups under way would mix two tasks. Start another run for it."}
 """Keys that a run keeps for its life, and why."""
@@ -325,17 +324,9 @@ def leave(argv: list[str]) -> int:
 
 def hosts(argv: list[str]) -> int:
     """List the hosts of a running job, and what each runs."""
-    given = _parser("hosts", "List the hosts of a running job, and what each runs.").parse_args(argv)
+    from rubato.runtime.launch import host_list
 
-    async def show() -> int:
-        async with connect(given.run, types=False) as connection:
-            records = await list_actors(connection.store)
-        for host in (record for record in records if record.role == "node"):
-            actors = [record.name for record in records if record.node == host.name and record is not host]
-            print(f"{host.name:<8} {host.host:<24} {host.public or 'this host alone':<28} {' '.join(actors) or '-'}")  # noqa: T201
-        return ExitCode.DONE
-
-    return asyncio.run(_flat(show()))
+    return asyncio.run(_flat(host_list.show(argv)))
 
 
 VERBS = {"add": add, "drain": drain, "stop": stop, "leave": leave, "hosts": hosts}

@@ -31,6 +31,7 @@ from rubato.runtime.launch.connection import RunAccess, reach
 from rubato.runtime.launch.console import Console, settle, step_table
 from rubato.runtime.launch.folder import RunFolder, make_keys, write_keys
 from rubato.runtime.launch.gate import GateClient, GateServer, way_through, way_to
+from rubato.runtime.launch.host_list import HOSTS, name_key
 from rubato.runtime.launch.placer import PlacedHosts, placed_hosts, placer_problems
 from rubato.runtime.launch.processes import ProcessBackend, process_backend, process_host
 from rubato.runtime.launch.shared import SharedScope, password_for, scope_of, write_shared
@@ -57,7 +58,7 @@ LOOK_S = 1.0
 REACH_S = 15.0
 """For the first contact with the run: a wrong address is told then."""
 
-EXIT_CODES = {"done": ExitCode.DONE, "failed": ExitCode.FAILED, "interrupted": ExitCode.INTERRUPTED}
+EXIT_CODES = {"done": ExitCode.DONE, "failed": ExitCode.FAILED, "lost": ExitCode.FAILED, "interrupted": ExitCode.INTERRUPTED}
 
 
 class Launcher:
@@ -146,7 +147,7 @@ class Launcher:
         began = self._clock()
         async with process_host(connection, self._console, backend, tasks) as agent, AsyncExitStack() as placed:
             shared, code = self._config.dump(shared=True).encode(), pack(self._folder.path / CODE)
-            await connection.store.write({"config": shared, "code": code})
+            await connection.store.write({"config": shared, "code": code, HOSTS: None})
             self._agent = agent
             agent.start_actors()
             if self._config.launch.hosts:
@@ -373,6 +374,8 @@ class Joiner:
             agent.spawn(_follow(agent, connection.config.run.lease_s), name="follow_run")
             try:
                 names = {name: part.pool for part in self._parts for name in await self._names_for(agent, part)}
+                if name := connection.config.host.name:
+                    await connection.store.write({name_key(agent.name): name.encode()})
                 write_keys(self._folder.path, self._token.keys)
                 self._folder.write(connection.card)
                 self._folder.commit()
@@ -382,7 +385,7 @@ class Joiner:
                 console.say(f"{agent.name} joined {self._token.run_id} with {', '.join(names)} · {self._folder.path}")
                 return await agent.over
             finally:
-                await agent.stop("interrupted")
+                await agent.stop("lost" if agent.over.done() and agent.over.result().kind == "lost" else "interrupted")
 
     async def _names_for(self, agent: NodeAgent, part: Part) -> tuple[str, ...]:
         try:
@@ -454,13 +457,17 @@ async def _prepare(folder: Path, console: Console, modules: Sequence[str]) -> No
 
 
 async def _follow(agent: NodeAgent, lease_s: float) -> None:
-    """Leave once the first host's agent was not to be found for `lease_s`. A shorter absence is told while it lasts."""
+    """Leave once the first host's agent was not to be found for `lease_s`, which no call to the Store outlasts. A shorter absence is told
+    while it lasts.
+    """
     clock = asyncio.get_running_loop().time
     seen, told = clock(), False
     while (away_s := clock() - seen) <= lease_s:
         await asyncio.sleep(LOOK_S)
-        with suppress(StoreUnavailable):
-            if await agent.store.leases(f"actor/{NODE}"):
+        with suppress(StoreUnavailable, TimeoutError):
+            async with asyncio.timeout(max(LOOK_S, seen + lease_s - clock())):
+                there = await agent.store.leases(f"actor/{NODE}")
+            if there:
                 seen = clock()
                 if told:
                     agent.screen.notice(f"the run is in reach again after {away_s:.0f} s", good=True)
@@ -468,7 +475,7 @@ async def _follow(agent: NodeAgent, lease_s: float) -> None:
         if not told and clock() - seen > LEASE_TTL_S:
             told = True
             agent.screen.notice(f"the run is out of reach: this host leaves it after {lease_s:g} s (run.lease_s)")
-    agent.end(JobOutcome("failed", f"the run was out of reach for {lease_s:g} s (run.lease_s): this host leaves it"))
+    agent.end(JobOutcome("lost", f"the run was out of reach for {lease_s:g} s (run.lease_s): this host leaves it"))
 
 
 def _interrupt(agent: NodeAgent, number: signal.Signals) -> None:

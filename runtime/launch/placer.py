@@ -8,11 +8,12 @@ Of the config it is named by `launch.backend`, and of each kind of host by `laun
 import asyncio
 import signal
 from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
+from msgspec import structs
 
 from rubato.runtime.config import Config
 from rubato.runtime.config.compose import part_named
@@ -20,8 +21,10 @@ from rubato.runtime.errors import ConfigError, ExitCode, RubatoError, said_by
 from rubato.runtime.host import Death, Ending, Incarnation, JobHost, RestartBudget
 from rubato.runtime.importer import check_module, load_configured
 from rubato.runtime.launch.agent import JobOutcome, NodeAgent
+from rubato.runtime.launch.host_list import HOSTS, HostRecord, HostState, record_key
 from rubato.runtime.observe.log import logger
 from rubato.runtime.registry import role_of
+from rubato.runtime.store.store import StoreUnavailable
 
 BACKENDS = {"here": "rubato.runtime.launch.here:ThisHost"}
 """Short names of `launch.backend`; what is none of them is an import path."""
@@ -145,11 +148,11 @@ def _target(config: Config) -> str:
     return BACKENDS.get(config.launch.backend, config.launch.backend)
 
 
-def join_command(spec: HostSpec, token: str) -> JoinCommand:
-    """Command that a host of `spec` runs."""
+def join_command(spec: HostSpec, name: str, token: str) -> JoinCommand:
+    """Command that the host `name` of `spec` runs."""
     brings = ",".join(f"{name}={num}" for name, num in {**spec.pools, **spec.roles}.items())
     labels = [f"host.labels=[{','.join(spec.labels)}]"] if spec.labels else []
-    return JoinCommand("rubato.runtime.cli", ("add", *labels, "--pools", brings, "--join", "-"), token)
+    return JoinCommand("rubato.runtime.cli", ("add", f"host.name={name}", *labels, "--pools", brings, "--join", "-"), token)
 
 
 @asynccontextmanager
@@ -174,15 +177,20 @@ class PlacedHosts:
     def __init__(self, placer: HostPlacer, specs: Mapping[str, HostSpec], token: str, agent: NodeAgent, limit_s: float) -> None:
         self._placer, self._specs, self._agent, self._limit_s = placer, specs, agent, limit_s
         self._placing: set[asyncio.Task[Incarnation]] = set()
-        self._join = {name: join_command(spec, token) for name, spec in specs.items()}
+        self._token = token
+        self._records: dict[str, HostRecord] = {}
         left = frozenset((ExitCode.DONE, ExitCode.INTERRUPTED))
         self.host = JobHost(self, agent.spawn, self._died, leaves_by=left)
 
     def begin(self) -> None:
         """Ask for every host."""
+        backend = self._agent.job.launch.backend
         for spec in self._specs.values():
             for index in range(spec.count):
-                self.host.start(f"{spec.name}-{index + 1}", RestartBudget(RESTARTS, WINDOW_S))
+                self._records[f"{spec.name}-{index + 1}"] = HostRecord(backend, {**spec.pools, **spec.roles})
+        self._write({HOSTS: msgspec.json.encode(list(self._records))})
+        for name in self._records:
+            self.host.start(name, RestartBudget(RESTARTS, WINDOW_S))
 
     async def end(self) -> None:
         """The run is over: who still waits for a host gets none, and those that are left are told to go."""
@@ -202,17 +210,20 @@ class PlacedHosts:
 
     async def _place(self, name: str) -> Incarnation:
         spec = self._specs[role_of(name)]
+        self._becomes(name, "asked")
         try:
             async with asyncio.timeout(self._limit_s):
-                host = await self._placer.place(spec, self._join[spec.name])
+                host = await self._placer.place(spec, join_command(spec, name, self._token))
         except TimeoutError:
             return _Unplaced(f"none came within {self._limit_s:g} s (launch.place_timeout_s)")
         except Exception as error:  # noqa: BLE001 - NotPlaced, or what a user's placer raises: no host either way
             return _Unplaced(said_by(error))
         logger("host").info("placed", host=name, id=host.id, pools=dict(spec.pools), roles=dict(spec.roles))
+        self._becomes(name, "placed", host.id)
         return _Hosted(host, self._agent.spawn)
 
     async def _died(self, death: Death) -> None:
+        self._becomes(death.name, "left" if death.expected else "lost")
         if death.expected or self._agent.over.done():
             return
         because = f": {death.ending.sentence}" if death.ending.sentence else ""
@@ -223,6 +234,18 @@ class PlacedHosts:
             return
         again = f"asking for another in {death.restart_in_s:.1f} s ({death.attempt} of {death.limit})"
         self._agent.screen.notice(f"the host {death.name} is gone ({death.ending.how}) after {death.after_s:.1f} s{because}; {again}")
+
+    def _becomes(self, name: str, state: HostState, engine_id: str = "") -> None:
+        """As `rubato hosts` shows it."""
+        self._records[name] = record = structs.replace(self._records[name], state=state, id=engine_id)
+        self._write({record_key(name): msgspec.json.encode(record)})
+
+    def _write(self, changes: Mapping[str, bytes]) -> None:
+        self._agent.spawn(self._writing(changes), name="host.record")
+
+    async def _writing(self, changes: Mapping[str, bytes]) -> None:
+        with suppress(StoreUnavailable):  # the list is older by one change until the next
+            await self._agent.store.write(changes)
 
 
 class _Hosted:

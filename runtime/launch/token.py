@@ -5,6 +5,7 @@ import base64
 import sys
 import zlib
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -25,6 +26,14 @@ SUM_BYTES = 4
 """A CRC-32 ends the token, so that one that was mistyped or cut is told apart from one that leads nowhere."""
 
 
+def version_here() -> str:
+    """The version of Rubato that is installed here; empty in a checkout of which none is."""
+    try:
+        return version("rubato-rl")
+    except PackageNotFoundError:
+        return ""
+
+
 class JoinToken(msgspec.Struct, frozen=True, array_like=True):
     """`gate` is the first host's tcp address that leads to the Store; empty where every host reaches `state_url` itself."""
 
@@ -32,6 +41,8 @@ class JoinToken(msgspec.Struct, frozen=True, array_like=True):
     gate: str
     state_url: str
     keys: RunKeys
+    version: str = msgspec.field(default_factory=version_here)
+    """Of Rubato on the host that made it: another one may know neither the config nor the messages."""
 
     @property
     def url(self) -> str:
@@ -48,7 +59,7 @@ def write_token(token: JoinToken) -> str:
 
 
 def read_token(text: str) -> JoinToken:
-    """Raises LaunchError for what is not a whole token; its text is never repeated, because it is a secret."""
+    """Raises LaunchError for what is not a whole token, or is of another version; its text is never repeated, because it is a secret."""
     body = text.strip().removeprefix(PREFIX)
     try:
         if body == text.strip():
@@ -64,6 +75,10 @@ def read_token(text: str) -> JoinToken:
             raise ValueError("it names no address that another host could come to")
     except (ValueError, msgspec.MsgspecError, BadKeys) as error:
         raise LaunchError(f"this is no join token ({error}). Print one on the first host with: rubato keys join-token --run DIR") from None
+    if token.version and (ours := version_here()) and token.version != ours:
+        raise LaunchError(
+            f"the run {token.run_id} is one of Rubato {token.version}, and this host has {ours}. Install rubato-rl=={token.version} here."
+        )
     return token
 
 

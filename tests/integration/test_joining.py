@@ -100,9 +100,8 @@ def _bound_ports(run: Path) -> set[int]:
 
 
 def hosts_of(run: Path) -> dict[str, list[str]]:
-    told = rubato("hosts", "--run", run, cwd=run)
-    lines = [line.split() for line in told.out.splitlines()]
-    return {words[0]: [word for word in words if "-" in word[:-1] and word != words[0]] for words in lines}
+    told = rubato("hosts", "--run", run, "--json", cwd=run)
+    return {host["node"]: host["actors"] for host in json.loads(told.out)["hosts"] if host["node"]}
 
 
 @pytest.mark.timeout(400)  # three hosts start some ten processes, on two cores
@@ -277,6 +276,7 @@ def test_a_launch_places_a_host_asks_for_another_when_it_is_killed_and_leaves_no
         brought = hosts_of(run)[first]
         placed = until(lambda: [line for line in _told(run, "placed") if line["host"] == "far-1"], "its record")
         before = _steps(run)
+        listed = json.loads(rubato("hosts", run, "--json", cwd=place).out)["hosts"]
         os.kill(int(placed[0]["id"]), signal.SIGKILL)
         until(lambda: _steps(run) > before + 2, "steps with the host that came in its place")
         rubato("stop", "--run", run, cwd=place)
@@ -285,10 +285,37 @@ def test_a_launch_places_a_host_asks_for_another_when_it_is_killed_and_leaves_no
     said = (place / "placing.log").read_text()
     assert code == 130
     assert sorted(brought) == ["engine-1", "env_manager-1"]
+    assert [(host["name"], host["backend"], host["node"], host["state"]) for host in listed] == [
+        ("node-1", "", "node-1", "ready"),
+        ("far-1", "here", first, "ready"),
+    ]
+    assert listed[1]["id"] == placed[0]["id"]
+    assert listed[1]["pools"] == {"engine": 1, "env_manager": 1}
     assert "the host far-1 is gone (signal 9)" in said
     assert "asking for another in 0.5 s (1 of 5)" in said
     assert "Traceback" not in said + "".join(log.read_text() for log in (run / "hosts").glob("*.log"))
     assert not left_behind(run)
+
+
+@pytest.mark.timeout(400)
+def test_a_host_whose_run_is_lost_ends_by_itself_and_leaves_nothing(place):
+    run, second = place / "lost", place / "engines-of-lost"
+    assert rubato("keys", "new", "--run", run, cwd=place).code == 0
+    launch = ("launch", "small.yaml", f"model.path={place / 'model'}", "run.steps=100000", "run.lease_s=5", "bus.host=127.0.0.1")
+    with started(place / "lost.log", *launch, "actors.engine.count=0", "--run-dir", run, cwd=place) as launcher:
+        token = until(lambda: rubato("keys", "join-token", "--run", run, cwd=place).out.strip(), "the token")
+        with started(place / "of-lost.log", "add", "engine", "--join", token, "--run-dir", second, cwd=place) as host:
+            until(lambda: _steps(run) > 1, "steps with the engine that came")
+            os.kill(launcher.pid, signal.SIGKILL)
+            launcher.wait()
+            code = host.wait(LIMIT_S)
+
+    said = (place / "of-lost.log").read_text()
+    assert code == 1
+    assert said.splitlines()[-1] == "the run was out of reach for 5 s (run.lease_s): this host leaves it"
+    assert "Traceback" not in said
+    assert not left_behind(run)
+    assert not left_behind(second)
 
 
 def _told(run: Path, event: str) -> list[dict]:

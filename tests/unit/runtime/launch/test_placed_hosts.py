@@ -5,13 +5,18 @@ import signal
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
+from msgspec import structs
 
 from rubato.runtime.config.compose import from_mapping
 from rubato.runtime.errors import ConfigError
 from rubato.runtime.host import Ending
 from rubato.runtime.launch.agent import JobOutcome
+from rubato.runtime.launch.host_list import HostRow, host_rows, name_key
 from rubato.runtime.launch.placer import HostSpec, PlacedHosts, join_command, placed_hosts, placer_problems, specs_of
+from rubato.runtime.memory import MemoryStore
+from rubato.runtime.registry import ActorRecord
 from tests.contract.placers import ScriptedPlacer
 from tests.virtual import virtual
 
@@ -30,7 +35,7 @@ class Agent:
     """What of a node agent the hosts are kept with: its tasks, its user and the job's outcome."""
 
     def __init__(self, tasks: asyncio.TaskGroup) -> None:
-        self.spawn, self.screen = tasks.create_task, self
+        self.spawn, self.screen, self.store, self.job = tasks.create_task, self, MemoryStore(), from_mapping(JOB)
         self.over = asyncio.get_running_loop().create_future()
         self.notices: list[str] = []
 
@@ -61,7 +66,9 @@ async def test_every_host_is_asked_for_with_all_that_it_brings():
     async with keeping(HostSpec("far", 2, {"far": 3}, {"env": 4}, labels=("h20", "ib"))) as (placer, _, _):
         commands = [host.join for host in placer.hosts]
 
-    assert [command.arguments for command in commands] == [("add", "host.labels=[h20,ib]", "--pools", "far=3,env=4", "--join", "-")] * 2
+    assert [command.arguments for command in commands] == [
+        ("add", f"host.name=far-{number}", "host.labels=[h20,ib]", "--pools", "far=3,env=4", "--join", "-") for number in (1, 2)
+    ]
     assert all("token" not in command.arguments for command in commands)
     assert commands[0].token == "token"
 
@@ -92,6 +99,30 @@ async def test_a_host_that_left_in_order_is_not_asked_for_again():
 
     assert len(placer.asked) == 1
     assert agent.notices == []
+
+
+@virtual
+async def test_the_list_of_hosts_says_what_has_become_of_each():
+    async with keeping(HostSpec("far", 2, {"far": 3}, {"env": 4})) as (placer, agent, _):
+        placed = await host_rows(agent.store)
+        placer.hosts[0].ends(Ending("lost", "its node went away", lost=True))
+        await asyncio.sleep(0.1)
+        lost = await host_rows(agent.store)
+        await asyncio.sleep(2.0)
+        node = ActorRecord("node-2", "node", "ipc://2", 1, 7, "vm", "ready", public="tcp://10.0.0.6:1")
+        engines = [ActorRecord(f"engine-{i}", "engine", "", 1, 8, "vm", "ready", node="node-2", pool="far") for i in (1, 2)]
+        for record in (node, *engines):
+            await agent.store.lease(f"actor/{record.name}", 1, msgspec.msgpack.encode(record), 60.0)
+        await agent.store.write({name_key("node-2"): b"far-1"})
+        joined = await host_rows(agent.store)
+
+    row = HostRow("far-1", "here", "scripted-1", {"far": 3, "env": 4}, "placed")
+    assert placed == [row, structs.replace(row, name="far-2", id="scripted-2")]
+    assert [(row.name, row.state) for row in lost] == [("far-1", "lost"), ("far-2", "placed")]
+    assert joined[0] == HostRow(
+        "far-1", "here", "scripted-3", {"far": 2}, "ready", "node-2", "vm", "tcp://10.0.0.6:1", ["engine-1", "engine-2"]
+    )
+    assert joined[1:] == placed[1:]
 
 
 @virtual
@@ -179,7 +210,7 @@ def test_a_host_must_have_what_its_pools_need_together():
     specs = specs_of(from_mapping(JOB))
 
     assert specs == {"remote": HostSpec("remote", 2, {"far": 3}, {"env": 4}, gpus=6, cpus=3, labels=("h20",))}
-    assert join_command(specs["remote"], "secret").token == "secret"
+    assert join_command(specs["remote"], "remote-1", "secret").token == "secret"
 
 
 @pytest.mark.parametrize(

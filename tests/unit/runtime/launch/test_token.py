@@ -1,6 +1,9 @@
 """Keys on disk and in a token: private, whole, and never repeated in what is printed."""
 
+from importlib.metadata import version
+
 import pytest
+from msgspec import structs
 
 from rubato.bus.errors import BadKeys
 from rubato.bus.keys import KeyPair, check_keys, new_keys
@@ -91,6 +94,15 @@ def test_a_token_with_one_character_mistyped_is_told_apart_by_its_checksum(tmp_p
         mistyped = text[:place] + ("A" if text[place] != "A" else "B") + text[place + 1 :]
         with pytest.raises(LaunchError, match=r"its checksum does not fit: it was mistyped or is not whole"):
             read_token(mistyped)
+
+
+def test_a_token_of_another_version_is_refused_with_both(tmp_path):
+    token = structs.replace(token_of(make_keys(tmp_path)), version="9.8.7")
+
+    with pytest.raises(
+        LaunchError, match=rf"is one of Rubato 9\.8\.7, and this host has {version('rubato-rl')}\. Install rubato-rl==9\.8\.7"
+    ):
+        read_token(write_token(token))
 
 
 def test_no_secret_is_in_what_is_logged_or_shown(tmp_path, capsys):
