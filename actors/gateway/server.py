@@ -49,6 +49,7 @@ class Over(NamedTuple):
     """What is still known of a session that is over."""
 
     code: OverCode
+    key: str
     ending: bytes | None
     """Its digest."""
     told: dict[str, Any]
@@ -86,7 +87,7 @@ class SessionServer:
         """It is over, and the sample buffer has its end."""
         for name in (session.id, session.key):
             self._sessions.pop(name, None)
-            self._over[name] = Over(session.over or "cancelled", session.ending, session.told)
+            self._over[name] = Over(session.over or "cancelled", session.key, session.ending, session.told)
         while len(self._over) > 2 * OVER_KEPT:
             self._over.popitem(last=False)
         session.settle()
@@ -113,16 +114,15 @@ class SessionServer:
             yield "/sessions/{id}" + path, endpoint
 
     async def _complete(self, request: "Request") -> Any:
-        over = self._over.get(_name_of(request))
-        session = None if over else self._session_of(request)
+        found = self._found(request)
         ending = decoded(await body_of(request), Ending)
-        if session is not None:
-            session.complete(ending)
-            return await session.settled()
-        if over is None or over.ending is None:
-            raise SessionOver(over.code if over else "cancelled")
-        check_ending(ending, over.ending)
-        return over.told
+        if isinstance(found, Session):
+            found.complete(ending)
+            return await found.settled()
+        if found.ending is None:
+            raise SessionOver(found.code)
+        check_ending(ending, found.ending)
+        return found.told
 
     async def _show(self, request: "Request") -> Any:
         session = self._session_of(request)
@@ -161,14 +161,22 @@ class SessionServer:
         return bool(self.admin_key) and hmac.compare_digest(key.encode(), self.admin_key.encode())
 
     def _session_of(self, request: "Request") -> Session:
-        """By its path, whose id is as good as its key, or by its key. Raises SessionOver and Refused.
+        """The one that is asked, and not over. Raises SessionOver and Refused."""
+        found = self._found(request)
+        if isinstance(found, Over):
+            raise SessionOver(found.code)
+        return found
+
+    def _found(self, request: "Request") -> Session | Over:
+        """By its path, whose id is as good as its key, or by its key. Raises Refused.
 
         Clients send a key of some kind in any case: below a session's path only one of another session is refused.
         """
-        session, key = self.session_by(_name_of(request)), key_of(request)
-        if key.startswith(KEY_PREFIX) and key != session.key:
+        name, key = _name_of(request), key_of(request)
+        found = self._sessions.get(name) or self._over.get(name)
+        if found is None or (key.startswith(KEY_PREFIX) and key != found.key):
             raise Refused(401, "invalid_api_key", "no session has this key")
-        return session
+        return found
 
     def session_by(self, name: str) -> Session:
         """The one whose id or key `name` is. Raises SessionOver and Refused."""

@@ -209,6 +209,8 @@ async def test_what_can_not_be_had_is_refused_with_a_status_that_clients_underst
         messages = await client.post(f"/sessions/{one}/v1/messages", json={}, headers={"x-api-key": "rbt-none"})
         complete = [await client.post(f"/sessions/{one}/complete", json={"reward": reward}, headers=key) for reward in (1, 1, 2)]
         over = await ask(chat)
+        of_another = {"Authorization": f"Bearer {other['api_key']}"}
+        over_by_another = await ask(chat, headers=of_another), await ask({"reward": 2}, f"/sessions/{one}/complete", of_another)
 
     assert [told.status_code for told in refused] == [401, 404]
     assert found == {
@@ -228,6 +230,7 @@ async def test_what_can_not_be_had_is_refused_with_a_status_that_clients_underst
     assert complete[0].json() == complete[1].json() == {"session_id": one, "fate": "", "segments": 1, "unused": 2}
     assert complete[2].json()["error"]["code"] == "ended_otherwise"
     assert over == (410, "complete")
+    assert over_by_another == ((401, "invalid_api_key"),) * 2
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert chunks[-1].usage.completion_tokens == 2
     choice = exact["choices"][0]
