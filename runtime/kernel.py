@@ -71,6 +71,7 @@ class Kernel:
         node: str = NODE,
         pool: str = "",
         hardware: str = "",
+        provides: frozenset[str] = frozenset(),
     ) -> None:
         self.name = name
         self.run = run
@@ -95,7 +96,7 @@ class Kernel:
         self._config = config
         # Who is found by what it provides may run under any role that the config names.
         role = name.rpartition("-")[0] if actor_class.provides else actor_class.role
-        self._presence = _Presence(self, role, pool, hardware, actor_class.provides)
+        self._presence = _Presence(self, role, pool, hardware, actor_class.provides | provides)
         self._stopping = asyncio.Event()
         self._tasks: asyncio.TaskGroup | None = None
         self._owned: set[asyncio.Task[Any]] = set()

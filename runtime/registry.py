@@ -72,7 +72,7 @@ class ActorRecord(msgspec.Struct, frozen=True):
     hardware: str = ""
     """The class of the pool's hardware."""
     provides: frozenset[str] = frozenset()
-    """What it can do for others, under whatever role it runs."""
+    """What it can do for others, under whatever role it runs; of a host's node agent, the host's labels."""
     ranks: tuple[RankRecord, ...] = ()
     """The processes among which it shares out its work, where it does."""
 

@@ -28,7 +28,7 @@ from rubato.actors.messages.fabric import (
 from rubato.bus.address import bare
 from rubato.planning.circuits import CircuitPlan, Cross, FabricSnapshot, Verdict, plan
 from rubato.planning.demand import Demand, Links
-from rubato.planning.relay import demands
+from rubato.planning.relay import demands, pod_of
 from rubato.runtime.actor import Actor, handler
 from rubato.runtime.config import ActorConfig
 from rubato.runtime.importer import check_module
@@ -435,7 +435,8 @@ class Racks:
         home = next((node for source, _, _ in actors if (node := self._node(source))), "")
         hosts = {node for _, target, _ in actors if (node := self._node(target))} & set(self._peers("node"))
         size_bytes = max((size for _, _, size in actors), default=0)
-        return demands(home, hosts, size_bytes, by_rings=self._by_rings) if home else ()
+        pods = {host: pod_of(record.provides) for host in hosts | {home} if (record := self._find(host)) is not None}
+        return demands(home, hosts, size_bytes, by_rings=self._by_rings, pods=pods) if home else ()
 
     def _node(self, actor: str) -> str:
         record = self._find(actor)

@@ -2,7 +2,7 @@
 
 from rubato.actors.messages.generation import GENERATION
 from rubato.bus.errors import AskFailed
-from rubato.planning.relay import plan, ring_sources, sources
+from rubato.planning.relay import plan, pod_of, ring_sources, sources
 from rubato.runtime.actor import Actor
 from rubato.runtime.blobs.blob import BlobInfo, BlobMissing
 from rubato.runtime.messages import FindNewest, Newest, NotPulled, PullBlob
@@ -40,7 +40,11 @@ class Relayed:
         actor, find = self._actor, self._actor.directory.find
         readers = {record.node for name in actor.peers(GENERATION) if (record := find(name)) is not None}
         hosts = {actor.node} | (readers & set(actor.peers("node")))
-        where = ring_sources(self._home, hosts, actor.node) if self._by_rings else sources(plan(self._home, hosts), actor.node)
+        pods = {host: pod_of(record.provides) for host in hosts | {self._home} if (record := find(host)) is not None}
+        if self._by_rings:
+            where = ring_sources(self._home, hosts, actor.node, pods)
+        else:
+            where = sources(plan(self._home, hosts, pods), actor.node, pods)
         ways = 2 if self._by_rings and len(where) > 1 else 1
         try:
             reply = await actor.ref(actor.node).ask(PullBlob(*blob, where, ways, delta, delta_bytes), timeout=PULL_S)

@@ -50,6 +50,7 @@ class RunAccess(NamedTuple):
             trace=Trace(trace_path(self.run.folder, name)),
             log=logger("actor").bind(actor=name, incarnation=incarnation),
             node=self.card.node, pool=pool, hardware=self.config.hardware_of(role_of(name), pool),
+            provides=frozenset(self.config.host.labels if name == self.card.node else ()),
         )  # fmt: skip
 
 

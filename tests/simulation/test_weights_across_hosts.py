@@ -2,7 +2,8 @@
 
 import asyncio
 from contextlib import asynccontextmanager
-from types import SimpleNamespace
+
+from msgspec import structs
 
 from rubato.actors.engines.weights import WeightsPuller
 from rubato.actors.messages.generation import GENERATION
@@ -62,7 +63,8 @@ class Placed:
 
     def find(self, name):
         """As the registry of such a run tells it."""
-        return SimpleNamespace(node=NODES[name]) if self._actor.directory.find(name) is not None else None
+        record = self._actor.directory.find(name)
+        return structs.replace(record, node=NODES[name]) if record is not None else None
 
 
 class Engine(Actor):
@@ -83,7 +85,7 @@ class Job:
         self.tasks, self.folder, self.network, self.store = tasks, folder, MemoryNetwork(), MemoryStore()
         self.blobs, self.actors, self.serving = {}, {}, {}
 
-    async def start(self, actor_class, name, host, config=None):
+    async def start(self, actor_class, name, host, config=None, labels=()):
         incarnation = await self.store.increment("incarnation")
         NODES[name] = f"node-{ord(host) - ord('a') + 1}"
         kernel = Kernel(
@@ -96,6 +98,7 @@ class Job:
             store=self.store,
             blobs=self.blobs.setdefault(host, MemoryBlobStore()),
             log=logger("rubato.test"),
+            provides=frozenset(labels),
         )
         self.actors[name] = kernel.build()
         self.serving[name] = self.tasks.create_task(kernel.serve(), name=name)
@@ -112,12 +115,12 @@ class Job:
 
 
 @asynccontextmanager
-async def job(folder):
-    """The trainer on host a, two engines on b, one each on c and d."""
+async def job(folder, pods="    "):
+    """The trainer on host a, two engines on b, one each on c and d; `pods` of the four by their letters."""
     async with asyncio.TaskGroup() as tasks:
         made = Job(tasks, folder)
         for number, host in enumerate("abcd", 1):
-            await made.start(Node, f"node-{number}", host)
+            await made.start(Node, f"node-{number}", host, labels=[f"pod={pods[number - 1]}"] if pods.strip() else [])
         await made.start(Trainer, "trainer-1", "a")
         for number, host in enumerate("bbcd", 1):
             await made.start(Engine, f"engine-{number}", host)
@@ -169,6 +172,35 @@ async def test_a_late_engine_on_a_new_host_takes_the_same_path(tmp_path):
         await made.start(Engine, "engine-5", "e")
 
         assert made.held()["engine-5"] == (5, IMAGE)
+
+
+@virtual
+async def test_a_version_enters_each_pod_once_and_goes_on_from_there(tmp_path):
+    async with job(tmp_path, "xyyy") as made:
+        await made.blobs["a"].put("weights", 1, 1, [IMAGE])
+        await made.pull_all()
+
+        given = {name: actor.given for name, actor in made.actors.items() if isinstance(actor, Node)}
+
+    assert set(made.held().values()) == {(1, IMAGE)}
+    assert given["node-1"] == PIECES, "to one host of the other pod alone"
+    assert sum(given.values()) == 3 * PIECES
+
+
+@virtual
+async def test_when_the_host_by_which_a_pod_is_entered_is_dead_another_takes_its_place(tmp_path):
+    async with job(tmp_path, "xyyy") as made:
+        await made.blobs["a"].put("weights", 1, 1, [IMAGE])
+        made.serving.pop("node-2").cancel()
+        await asyncio.sleep(30.0)  # all know it by then
+
+        async with asyncio.TaskGroup() as tasks:
+            for name in ("engine-3", "engine-4"):
+                tasks.create_task(made.actors[name].weights.pull())
+        given = made.actors["node-1"].given
+
+        assert made.held()["engine-3"] == made.held()["engine-4"] == (1, IMAGE)
+        assert given == PIECES
 
 
 @virtual

@@ -345,7 +345,7 @@ def racks(scene):
         async def settled(stage):
             for n, actor in enumerate(("trainer-1", "engine-1", "engine-2", "engine-3")):
                 node = f"node-{n + 1}"
-                place = {"public": f"tcp://10.0.0.{n}:77", "node": node}
+                place = {"public": f"tcp://10.0.0.{n}:77", "node": node, "provides": frozenset()}
                 stage.context.records |= {actor: SimpleNamespace(**place), node: SimpleNamespace(**place)}
                 stage.context.actors[node] = None
             await asyncio.sleep(1)

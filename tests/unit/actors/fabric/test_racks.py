@@ -18,7 +18,7 @@ WEIGHTS = tuple(("trainer-1", f"engine-{n}", 100) for n in (1, 2, 3, 4))
 def racks(*, by_rings=False, named=RACKS):
     def find(name):
         home = HOMES.get(name)
-        return None if home is None else SimpleNamespace(node=f"node-{home + 1}", public=f"tcp://10.0.0.{home}:1")
+        return None if home is None else SimpleNamespace(node=f"node-{home + 1}", public=f"tcp://10.0.0.{home}:1", provides=frozenset())
 
     return Racks(named, find, lambda role: tuple(n for n in HOMES if n.startswith(role)), by_rings=by_rings)
 
@@ -33,6 +33,18 @@ def test_weights_reach_each_host_once_by_the_tree_or_the_ring_that_it_pulls_alon
     assert set(racks(by_rings=True).traffic("weight_sync", WEIGHTS)) == {
         ("a", "b", 50), ("b", "c", 50), ("a", "c", 50), ("c", "b", 50),
     }  # fmt: skip
+
+
+def test_weights_enter_a_pod_of_several_racks_once():
+    pods = {"node-1": "x", "node-2": "y", "node-3": "y"}
+
+    def find(name):
+        node = f"node-{HOMES[name] + 1}"
+        return SimpleNamespace(node=node, public=f"tcp://10.0.0.{HOMES[name]}:1", provides=frozenset({f"pod={pods[node]}", "h20"}))
+
+    found = Racks(RACKS, find, lambda role: tuple(n for n in HOMES if n.startswith(role)), by_rings=False)
+
+    assert found.traffic("weight_sync", WEIGHTS) == (("a", "b", 100), ("b", "c", 100))
 
 
 def test_without_racks_actors_are_the_endpoints_and_empty_flows_are_none():
