@@ -85,11 +85,14 @@ class Job:
         return list(_lines(self.folder / self._racks.names[0] / "metrics.jsonl"))
 
     def _synced(self) -> dict[int, float]:
-        racks = self._racks.names
-        published = {e["version"]: _unix_s(e) for e in self.events(racks[0], "trainer-1", "weights_published")}
-        swapped = [{e["version"]: _unix_s(e) for e in self.events(rack, "engine-*", "weights_swapped")} for rack in racks]
+        published = {e["version"]: _unix_s(e) for e in self.events(self._racks.names[0], "trainer-1", "weights_published")}
+        swapped = [{e["version"]: _unix_s(e) for e in self.events(rack, "engine-*", "weights_swapped")} for rack in self.engines()]
         everywhere = set(published).intersection(*swapped)
         return {v: max(times[v] for times in swapped) - published[v] for v in everywhere}
+
+    def engines(self) -> list[str]:
+        """Racks that have one."""
+        return self._racks.names
 
     def _have(self, count: int) -> bool:
         return len(self._synced()) >= count

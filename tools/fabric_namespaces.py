@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import NoReturn
@@ -72,12 +72,12 @@ class Racks:
         self.prefix = prefix
         self.names, self._addresses = list(addresses), list(addresses.values())
 
-    def make(self, mbps: float) -> None:
-        """Links have `mbps` until they are set. Raises NoNamespaces."""
+    def make(self, mbps: float | Callable[[str, str], float]) -> None:
+        """Links have `mbps`, which may be another one for each two racks, until they are set. Raises NoNamespaces."""
         for rack, address in zip(self.names, self._addresses, strict=True):
             self._make_rack(rack, address)
         for a, b in combinations(range(len(self.names)), 2):
-            self._join(a, b, mbps)
+            self._join(a, b, mbps(self.names[a], self.names[b]) if callable(mbps) else mbps)
 
     def namespace(self, rack: str) -> str:
         return f"{self.prefix}-{rack}"

@@ -21,6 +21,7 @@ OWN = {
     "gateway": "integration/test_gateway_bench.py",
     "padding": "unit/tools/test_padding.py",
     "parts": "integration/test_parts_bench.py",
+    "pods": "integration/test_pods_bench.py",
     "rewards": "integration/test_rewards_bench.py",
     "rollout": "integration/test_rollout_bench.py",
     "tail": "integration/test_tail_bench.py",
