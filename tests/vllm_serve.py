@@ -9,8 +9,8 @@ import uvicorn
 
 from rubato.actors.engines.vllm_weights import BACKEND, PROTOCOL
 from rubato.actors.gateway import token_api
-from rubato.actors.gateway.http_server import HttpServer
 from rubato.actors.gateway.token_api import GeneratedTokens, TokenLogprob, TokenLogprobs, TokensChoice, WeightVersion
+from rubato.runtime.http_server import HttpServer
 
 TOLD = {
     "protocol": PROTOCOL, "vllm": "0.32.0", "logprobs_mode": "processed_logprobs", "weight_transfer": BACKEND, "max_len": 256, "num_slots": 4,

@@ -19,12 +19,12 @@ from rubato.actors.fabric.driver import Login, Status
 from rubato.actors.fabric.links import links
 from rubato.actors.fabric.restconf import BULK, CONFIG, DATA, TABLE, YANG_JSON, entry, parse_id
 from rubato.actors.fabric.section import FabricSection
-from rubato.actors.gateway.http_server import HttpServer
 from rubato.actors.messages.fabric import FindSwitch, SwitchAddress, SwitchReply, SwitchRequest
 from rubato.bus.address import bind_listener, host_port, spelt
 from rubato.planning.circuits import Cross
 from rubato.runtime.actor import Actor, handler
 from rubato.runtime.config import ActorConfig
+from rubato.runtime.http_server import HttpServer
 from rubato.runtime.kernel import Kernel
 
 

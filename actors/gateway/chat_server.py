@@ -8,9 +8,7 @@ RUBATO_CHAT_TOKEN is set, no request is answered without it (`Authorization: Bea
 """
 
 import asyncio
-import hmac
 import importlib.util
-import os
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 from uuid import uuid4
@@ -25,11 +23,12 @@ from rubato.actors.gateway.renderers import Renderers, opening_of
 from rubato.actors.gateway.server import Answering, body_of, http_server, key_of, until_gone
 from rubato.actors.gateway.session import Answer, Ask, AskTokens, Refused, said_to
 from rubato.actors.messages.generation import Completion, Generate, Sampling, why_early
-from rubato.bus.address import bare, bind_listener, is_loopback, spelt
+from rubato.bus.address import bare, bind_listener, spelt
 from rubato.bus.errors import AskFailed, Failed, Unknown
 from rubato.runtime.actor import Actor
 from rubato.runtime.config import ActorConfig, Section
 from rubato.runtime.errors import ConfigError, first_cause
+from rubato.runtime.http_server import check_token, is_let_in, token_in
 from rubato.runtime.kernel import Kernel
 
 if TYPE_CHECKING:
@@ -72,17 +71,13 @@ class ChatServer(Actor):
     @classmethod
     def check_host(cls, config: Any) -> None:
         """The packages that serve, and a token where the address is reached from outside."""
-        host = config.chat.host
-        if not is_loopback(host) and not os.environ.get(TOKEN):
-            raise ConfigError(
-                f"chat.host={host} is reached from outside, and {TOKEN} is not set: set it there, or leave chat.host at 127.0.0.1"
-            )
+        check_token("chat.host", config.chat.host, TOKEN)
         if importlib.util.find_spec("starlette") is None:
             raise ConfigError("rubato.actors.gateway.chat_server needs the package starlette: pip install -e '.[serve]'")
 
     def __init__(self, config: Config, kernel: Kernel) -> None:
         super().__init__(config, kernel)
-        self._token = os.environ.get(TOKEN, "")
+        self._token = token_in(TOKEN)
         self._renderers = Renderers(self.run.folder / config.model.path, self.offload)
         self._served: asyncio.Task[None] | None = None
         self._under_way = 0
@@ -124,7 +119,7 @@ class ChatServer(Actor):
         return {"object": "list", "data": [{"id": self._model, "object": "model", "owned_by": "rubato"}]}
 
     def _check_token(self, request: "Request") -> None:
-        if self._token and not hmac.compare_digest(key_of(request).encode(), self._token.encode()):
+        if not is_let_in(key_of(request), self._token):
             raise Refused(401, "invalid_api_key", f"the key is not the token that {TOKEN} has where the job was started")
 
     # -- as a session is asked -----------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ Other dialects than chat completions have paths of their own, see answering.py.
 """
 
 import asyncio
-import hmac
 import socket
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
@@ -22,10 +21,10 @@ import uvicorn
 
 from rubato.actors.gateway.answering import DIALECTS, answer_in, refusal
 from rubato.actors.gateway.dialect import UNREADABLE, Dialect, Error, openai_error
-from rubato.actors.gateway.http_server import HttpServer
 from rubato.actors.gateway.session import KEY_PREFIX, Ending, OverCode, Refused, Session, SessionOver, check_ending
 from rubato.bus.message import unpack_i32
 from rubato.runtime.errors import first_cause
+from rubato.runtime.http_server import QUIET, HttpServer, bearer_of, is_let_in
 
 BodyT = TypeVar("BodyT")
 
@@ -158,7 +157,7 @@ class SessionServer:
             raise Refused(401, "invalid_api_key", "the key is not the one in the run's gateway.json")
 
     def _is_admin(self, key: str) -> bool:
-        return bool(self.admin_key) and hmac.compare_digest(key.encode(), self.admin_key.encode())
+        return bool(self.admin_key) and is_let_in(key, self.admin_key)
 
     def _session_of(self, request: "Request") -> Session:
         """The one that is asked, and not over. Raises SessionOver and Refused."""
@@ -189,8 +188,7 @@ class SessionServer:
 
 def http_server(app: Any) -> HttpServer:
     """Of an ASGI application."""
-    quiet = {"lifespan": "off", "ws": "none", "log_config": None, "access_log": False, "proxy_headers": False}
-    return HttpServer(uvicorn.Config(app, timeout_keep_alive=KEEP_ALIVE_S, **quiet))
+    return HttpServer(uvicorn.Config(app, timeout_keep_alive=KEEP_ALIVE_S, **QUIET))
 
 
 class Answering:
@@ -212,9 +210,7 @@ class Answering:
 
 
 def key_of(request: "Request") -> str:
-    told = request.headers.get("Authorization", "")
-    scheme, _, key = told.partition(" ")
-    return request.headers.get("x-api-key") or (key if scheme.lower() == "bearer" else told)
+    return request.headers.get("x-api-key") or bearer_of(request.headers.get("Authorization", ""))
 
 
 def _name_of(request: "Request") -> str:

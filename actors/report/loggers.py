@@ -7,7 +7,6 @@ import asyncio
 import importlib.util
 import math
 import queue
-import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -21,6 +20,7 @@ from rubato.runtime.actor import RunInfo
 from rubato.runtime.config.yaml_core import read_yaml
 from rubato.runtime.errors import ConfigError
 from rubato.runtime.importer import check_module, load_configured
+from rubato.runtime.observe.prometheus import known_as
 
 KEY = "logging.loggers"
 WAITING = 256
@@ -128,11 +128,9 @@ class PrometheusLogger:
 
         for name, value in row.items():
             if name not in self._gauges:
-                known_as = "rubato_" + re.sub(r"\W", "_", name)
-                while known_as in self._names:  # task/a-b/… and task/a_b/… are two metrics
-                    known_as += "_"
-                self._names.add(known_as)
-                self._gauges[name] = Gauge(known_as, name, ["run"], registry=self._registry)
+                gauge = known_as(name, self._names)
+                self._names.add(gauge)
+                self._gauges[name] = Gauge(gauge, name, ["run"], registry=self._registry)
             self._gauges[name].labels(self._run).set(value)
 
     def close(self) -> None:

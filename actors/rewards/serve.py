@@ -19,13 +19,13 @@ import msgspec
 from pydantic import ValidationError
 
 from rubato.actors.config import RewardSection
-from rubato.actors.gateway.http_server import HttpServer
 from rubato.actors.messages.samples import NotScored, Score, Scores
 from rubato.actors.plugins import check_sandbox
 from rubato.actors.rewards.invoke import TOKEN
 from rubato.actors.rewards.scorer import Scorer
 from rubato.bus.address import bare, bind_listener, spelt
 from rubato.runtime.errors import ExitCode, LaunchError
+from rubato.runtime.http_server import HttpServer
 from rubato.runtime.importer import check_module
 from rubato.runtime.observe.figures import Metrics
 

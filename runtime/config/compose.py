@@ -252,7 +252,7 @@ def problems(config: Config, folder: Path, *, replaced: bool = False, pinned: bo
 
     looking = [partial(look, *each) for each in _in_use(config)]
     try:
-        _check_all(config, [partial(_check_modules, config), *_reporters(config), *looking])
+        _check_all(config, [partial(_check_modules, config), *_reporters(config), *_listeners(config), *looking])
     except ConfigError as error:
         return str(error).splitlines()
     return []
@@ -277,6 +277,15 @@ def _reporters(config: Config) -> list[Callable[[], None]]:
     """Checks of what runs within ours."""
     named = [("report.console", config.report.console), ("report.advice", config.report.advice)]
     return [partial(check_module, target, key=key) for key, target in named if target]
+
+
+def _listeners(config: Config) -> list[Callable[[], None]]:
+    """The check of what this host's node agent listens at."""
+    if not config.host.listen:
+        return []
+    from rubato.runtime.launch.endpoint import check_listen  # for hosts alone that listen
+
+    return [partial(check_listen, config.host.listen)]
 
 
 def _check_modules(config: Config) -> None:

@@ -1,6 +1,8 @@
 """The node agent: one per host; hears what the job and its user want, and decides when the job, or this host's part of it, is over."""
 
 import asyncio
+import math
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import NamedTuple, Protocol
 
@@ -38,7 +40,7 @@ from rubato.runtime.monitor.text import blocked_line
 from rubato.runtime.monitor.views import BlockedRow
 from rubato.runtime.observe.figures import STORE, Wait, Waits
 from rubato.runtime.places import HostPlaces
-from rubato.runtime.registry import NODE, bury, list_seen, role_of
+from rubato.runtime.registry import NODE, SeenRecord, bury, list_seen, role_of
 from rubato.runtime.store.store import StoreUnavailable
 
 ASK_S = 20.0
@@ -46,6 +48,9 @@ GUESTS_S = 0.5
 """For guests to leave a job that is over."""
 LOOK_S = 1.0
 """As often as actors publish their figures."""
+
+RESTARTS = "restarts/"
+"""How the metric of an actor's restarts begins."""
 
 DRAINED = 16
 Key = tuple[str, str, str, str]
@@ -62,6 +67,13 @@ class JobOutcome(NamedTuple):
     sentence: str
     died: str = ""
     """The actor that was started again too often, if that is what ended the job."""
+
+
+class Seen(NamedTuple):
+    """The actors of the job as the Store had them, at that loop time."""
+
+    actors: Sequence[SeenRecord] = ()
+    at: float = -math.inf
 
 
 class Screen(Protocol):
@@ -98,6 +110,9 @@ class NodeAgent(HostBlobs):
         self.hosts = JobHosts(self, config.job, self.host, self.places, self._tell)
         self._adding = asyncio.Lock()
         self._died_at: dict[str, float] = {}
+        self.row: dict[str, float] = {}
+        """The newest value of each metric of a training step; empty on a host that joined, and before the first step."""
+        self.seen = Seen()
         self._ready: set[str] = set()
         self._watch = Watch(self.waits)
         self._spans: set[_Span] = set()
@@ -180,6 +195,7 @@ class NodeAgent(HostBlobs):
     async def progress_made(self, message: Progress) -> None:
         for span in self._spans:
             span.step(asyncio.get_running_loop().time())
+        self.row |= message.row
         self.screen.progress(message)
 
     @handler
@@ -304,6 +320,7 @@ class NodeAgent(HostBlobs):
             self.end(JobOutcome("failed", f"{death.name} {what} ({ending.how}){because}{log}", death.name))
             return
         again = f"restarting in {death.restart_in_s:.1f} s ({death.attempt} of {death.limit})"
+        self.metrics.count(f"{RESTARTS}{death.name}")
         self.screen.notice(f"{death.name} died ({ending.how}) after {death.after_s:.1f} s{because}; {again}")
         detail = f"{ending.how}{because}; restart {death.attempt} of {death.limit}"
         self._watch.sees(death.name, "dead", detail, f"actors.{role_of(death.name)}.restarts={death.limit}")
@@ -322,6 +339,7 @@ class NodeAgent(HostBlobs):
                 seen, said = await list_seen(self.store), await self.store.full()
             except StoreUnavailable:
                 continue
+            self.seen = Seen(seen, asyncio.get_running_loop().time())
             if not self.job.state.url:  # it writes to the run's own disk, which is all that it can be short of
                 state = self.run.folder / "state"
                 self.room(STORE, str(state) if said else "", free_bytes(state) if said else 0)

@@ -95,6 +95,20 @@ class JobHosts:
         names = [name for name, where in self._given.items() if where == host]
         return f", and with it {', '.join(names)}" if names else ""
 
+    def expected(self) -> dict[str, str]:
+        """Actor → its host: those that run, start or are started again, also on hosts that are out of reach and may come back."""
+        there = {*self.others(), *self._lost}
+        given = {name: host for name, host in self._given.items() if host in there}
+        return {**dict.fromkeys(self._here.names(), self._agent.name), **given}
+
+    def in_reach(self) -> dict[str, bool]:
+        """Whether it is, of this host and of each that joined and has not left."""
+        return {**dict.fromkeys(self._lost, False), **dict.fromkeys((self._agent.name, *self.others()), True)}
+
+    def pool_of(self, name: str) -> str:
+        """The pool of the actor `name`, where its role has pools."""
+        return self._places.of(name).pool or self._pools.get(name, "")
+
     def running(self) -> list[str]:
         """The actors of all hosts in reach."""
         return [*self._here.names(), *(name for name in self._given if self.where(name))]
@@ -120,7 +134,7 @@ class JobHosts:
 
     def in_pool(self, pool: str) -> list[str]:
         """The actors of `pool`, wherever they run."""
-        return [name for name in self.running() if pool == (self._places.of(name).pool or self._pools.get(name, ""))]
+        return [name for name in self.running() if pool == self.pool_of(name)]
 
     async def drain(self, names: Sequence[str], pool: str = "") -> Added | NotAdded:
         """Drain these actors and those of `pool` wherever they run, or refuse all; the name of a host that joined stands for its actors,

@@ -143,6 +143,10 @@ async def process_host(
         serving = tasks.create_task(kernel.serve(), name=agent.name)
         await kernel.ready.wait()
         try:
+            if connection.config.host.listen:
+                from rubato.runtime.launch.endpoint import open_endpoint  # for hosts alone that listen
+
+                open_endpoint(agent)
             yield agent
         finally:
             kernel.stop()

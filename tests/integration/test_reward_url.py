@@ -15,11 +15,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from rubato.actors.config import RewardSection
-from rubato.actors.gateway.http_server import HttpServer
 from rubato.actors.messages.samples import NotScored, Score, Scores
 from rubato.actors.rewards import invoke
 from rubato.actors.rewards.scorer import Scorer
 from rubato.actors.rewards.serve import RewardServer
+from rubato.runtime.http_server import HttpServer
 from rubato.runtime.observe.figures import Metrics
 
 USER = Path(__file__).parents[1] / "unit" / "actors" / "rewards" / "user_rewards.py"

@@ -12,8 +12,8 @@ import uvicorn
 from rubato.actors.engines.vllm_http import VllmClient
 from rubato.actors.gateway import generate_api, token_api
 from rubato.actors.gateway.dialect import Head
-from rubato.actors.gateway.http_server import HttpServer
 from rubato.actors.gateway.token_api import GenerateTokens, SamplingParams, TokensRefused, WeightVersion
+from rubato.runtime.http_server import HttpServer
 from tests.scripted_sessions import END, VERSION, app_of, ids, refused_by_engine, scripted_session
 
 PROMPT = [*map(ord, "2 + 3?")]

@@ -1,0 +1,110 @@
+"""uvicorn inside a process of another program, and who may ask it."""
+
+import asyncio
+import hmac
+import os
+import socket
+from collections.abc import Generator
+from contextlib import contextmanager
+from math import inf
+from typing import Any
+
+import uvicorn
+
+from rubato.bus.address import is_loopback
+from rubato.runtime.errors import ConfigError
+
+QUIET: dict[str, Any] = {"lifespan": "off", "ws": "none", "log_config": None, "access_log": False, "proxy_headers": False}
+"""Options of uvicorn for a server that says nothing by itself."""
+
+
+# -- who may ask -------------------------------------------------------------------------------------------------
+
+
+def token_in(variable: str) -> str:
+    """The token in a variable of the environment; empty where there is none."""
+    return os.environ.get(variable, "").strip()
+
+
+def check_token(key: str, host: str, variable: str) -> None:
+    """Raises ConfigError where `key` has a server listen at a `host` that is reached from outside, and `variable` holds no token."""
+    if not is_loopback(host) and not token_in(variable):
+        raise ConfigError(f"{key}={host} is reached from outside, and {variable} is not set: set it there, or leave {key} at 127.0.0.1")
+
+
+def bearer_of(authorization: str) -> str:
+    """The key in the header `Authorization`, with its scheme `Bearer` or without."""
+    scheme, _, key = authorization.partition(" ")
+    return key if scheme.lower() == "bearer" else authorization
+
+
+def is_let_in(key: str, token: str) -> bool:
+    """Whether `key` is the `token`, where there is one."""
+    return not token or hmac.compare_digest(key.encode(), token.encode())
+
+
+# -- the server --------------------------------------------------------------------------------------------------
+
+
+class HttpServer(uvicorn.Server):
+    """Signals are the kernel's, or the command's: uvicorn would raise them again once it has ended."""
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None]:
+        yield
+
+    def end(self) -> None:
+        """Answer what is under way, and end; called twice, end now."""
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
+    async def run_on(self, listening: socket.socket) -> None:
+        """Serve until cancelled, and end then: what is under way is not answered."""
+        async with asyncio.TaskGroup() as tasks:
+            serving = tasks.create_task(self.serve(sockets=[listening]))
+            try:
+                await asyncio.shield(serving)
+            except asyncio.CancelledError:
+                self.end()
+                self.end()
+                await serving
+                raise
+
+    async def answer_on(self, listening: socket.socket, most: int, *, life_s: float = inf) -> None:
+        """Answer on one more socket, or on this alone, until cancelled: at most `most` connections at once, each for at most `life_s`."""
+        if not self.config.loaded:
+            self.config.load()
+        room = {"config": self.config, "server_state": self.server_state, "app_state": {}}
+        connected = set[Any]()
+        counted = _counted(self.config.http_protocol_class, connected, most, life_s)
+        server = await asyncio.get_running_loop().create_server(lambda: counted(**room), sock=listening)
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            server.close()
+            if life_s < inf:
+                for each in tuple(connected):
+                    each.transport.abort()
+
+
+def _counted(protocol: Any, connected: set[Any], most: int, life_s: float) -> Any:
+    """The class of a protocol of which at most `most` are `connected`, for `life_s` each: further connections end at once."""
+
+    class Counted(protocol):
+        _over: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            connected.add(self)
+            if len(connected) > most:
+                transport.abort()
+            elif life_s < inf:
+                self._over = asyncio.get_running_loop().call_later(life_s, transport.abort)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            connected.discard(self)
+            if self._over is not None:
+                self._over.cancel()
+            super().connection_lost(exc)
+
+    return Counted
