@@ -9,7 +9,7 @@ RUN pip install --no-cache-dir --no-deps /src \
  && rm -rf /src
 
 WORKDIR /app
-USER nobody
+USER 65534
 EXPOSE 8000
 HEALTHCHECK CMD ["python", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:8000/health')"]
 ENTRYPOINT ["rubato", "serve-rewards", "--host", "0.0.0.0", "--port", "8000"]

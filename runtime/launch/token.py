@@ -2,6 +2,7 @@
 
 import argparse
 import base64
+import re
 import sys
 import zlib
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from rubato.bus.address import bare, spelt
 from rubato.bus.errors import BadKeys
 from rubato.bus.keys import check_keys
 from rubato.runtime.config.source import fill
@@ -24,6 +26,9 @@ PREFIX = "rubato1."
 """Names the format, so that a later one can be told apart."""
 SUM_BYTES = 4
 """A CRC-32 ends the token, so that one that was mistyped or cut is told apart from one that leads nowhere."""
+
+HOST = re.compile(r"[A-Za-z0-9:][A-Za-z0-9.:-]{0,252}")
+"""Names of hosts, and addresses without brackets."""
 
 
 def version_here() -> str:
@@ -102,6 +107,9 @@ def main(argv: Sequence[str]) -> int:
         verb.add_argument("--run", type=_folder, required=True, metavar="DIR")
         if name == "new":
             verb.add_argument("--replace", action="store_true", help="make new keys although there are some")
+        elif name == "join-token":
+            help_host = "the name, in place of bus.host, by which hosts come: one that stays where this host's address changes"
+            verb.add_argument("--host", default="", metavar="NAME", help=help_host)
     given = parser.parse_args(argv)
     folder = given.run.resolve()
     if given.verb == "new":
@@ -113,7 +121,7 @@ def main(argv: Sequence[str]) -> int:
             raise LaunchError(f"the run in {folder} has no keys. Make them with: {command_for(folder)}")
         print(f"server {keys.server.public}\nclient {keys.client.public}")  # noqa: T201
     else:
-        print(_join_token(folder))  # noqa: T201
+        print(_join_token(folder, given.host))  # noqa: T201
         again = f"{command_for(folder)} --replace"
         print(f"it does not expire; {again} and a resume void it", file=sys.stderr)  # noqa: T201
     return 0
@@ -125,7 +133,8 @@ def _folder(text: str) -> Path:
     return Path(text)
 
 
-def _join_token(folder: Path) -> str:
+def _join_token(folder: Path, host: str = "") -> str:
+    """With `host` in place of the gate's own."""
     card, keys = running(folder), find_keys(folder)
     if card.node != NODE:
         raise LaunchError(
@@ -139,4 +148,11 @@ def _join_token(folder: Path) -> str:
         raise LaunchError(f"the run in {folder} was launched before it had these keys. Stop it and go on with --resume.")
     if not card.gate and not card.url.startswith("rediss://"):
         print("warning: state.url is not encrypted on the network; use rediss://", file=sys.stderr)  # noqa: T201
-    return write_token(JoinToken(card.id, card.gate, card.state_url, keys))
+    gate = card.gate
+    if host:
+        if not gate:
+            raise LaunchError(f"--host {host} is of no use: hosts reach this run's state by its state.url.")
+        if not HOST.fullmatch(bare(host)):
+            raise LaunchError(f"--host {host} is no name of a host, and no address.")
+        gate = f"tcp://{spelt(bare(host))}:{urlsplit(gate).port}"
+    return write_token(JoinToken(card.id, gate, card.state_url, keys))

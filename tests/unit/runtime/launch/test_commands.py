@@ -9,7 +9,7 @@ from rubato.runtime.config.compose import load
 from rubato.runtime.launch import commands
 from rubato.runtime.launch.card import KEYS_FILE, RunKeys
 from rubato.runtime.launch.folder import RunFolder, make_keys
-from rubato.runtime.launch.token import JoinToken, write_token
+from rubato.runtime.launch.token import JoinToken, read_token, write_token
 from tests.jobs import LEARNING
 
 GATE = "tcp://127.0.0.1:7788"
@@ -144,6 +144,23 @@ def test_the_folder_of_the_first_host_prints_a_token(launched, capsys):
     assert cli.main(["keys", "join-token", "--run", str(folder)]) == 0
     said = f"it does not expire; rubato keys new --run {folder} --replace and a resume void it\n"
     assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize(("name", "gate"), [("head.of-the-run", "tcp://head.of-the-run:7788"), ("fd00::5", "tcp://[fd00::5]:7788")])
+def test_a_token_may_name_the_first_host_otherwise_than_by_its_address(name, gate, launched, capsys):
+    folder = launched(gate="tcp://10.0.0.5:7788")
+
+    assert cli.main(["keys", "join-token", "--run", str(folder), "--host", name]) == 0
+    assert read_token(capsys.readouterr().out).gate == gate
+
+
+@pytest.mark.parametrize("name", ["a b", "a/b", "-a", "é", "a" * 300])
+def test_what_is_no_name_of_a_host_is_in_no_token(name, launched, capsys):
+    folder = launched(gate=GATE)
+
+    said = refused(["keys", "join-token", "--run", str(folder), f"--host={name}"], capsys)
+
+    assert said == f"--host {name} is no name of a host, and no address.\n"
 
 
 @pytest.mark.parametrize("verb", ["new", "show", "join-token"])
