@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, cast
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, StrictInt, StrictStr, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, StrictInt, StrictStr, model_validator
 
 from rubato.actors.messages.generation import GENERATION
-from rubato.bus.address import host_port
-from rubato.bus.errors import BadAddress
 from rubato.runtime.config import ActorConfig, ActorSpec, Config, Section
+from rubato.runtime.config.sections import ListenAddress
 
 CUDA = re.compile(r"^cuda:(0|[1-9]\d{0,2})$")
 """A GPU by its place among those that a process sees."""
@@ -594,17 +593,8 @@ class LoggingSection(Section):
     """Project of the run at Weights & Biases."""
     wandb_mode: Literal["online", "offline"] = "online"
     """offline: written to RUN/wandb alone, to be sent later by `wandb sync`."""
-    prometheus_listen: str = "127.0.0.1:9108"
+    prometheus_listen: ListenAddress = Field(default="127.0.0.1:9108", min_length=1)
     """host:port of the endpoint /metrics, an IPv6 address in brackets; port 0 takes a free one."""
-
-    @field_validator("prometheus_listen")
-    @classmethod
-    def _can_be_bound(cls, listen: str) -> str:
-        try:
-            host_port(listen)
-        except BadAddress as error:
-            raise ValueError(error) from error
-        return listen
 
     @model_validator(mode="after")
     def _known(self) -> Self:

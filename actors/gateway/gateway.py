@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from rubato.actors import plugins
 from rubato.actors.envs.environment import Observation
@@ -32,9 +32,10 @@ from rubato.actors.gateway.renderers import Renderers
 from rubato.actors.gateway.server import Answering, SessionServer, body_of, decoded, until_gone
 from rubato.actors.gateway.session import Refused, Session
 from rubato.actors.messages.samples import GiveUp, Put
-from rubato.bus.address import BadAddress, bind_listener, host_port, spelt
+from rubato.bus.address import bind_listener, host_port, spelt
 from rubato.runtime.config import Config as Job
 from rubato.runtime.config import Section
+from rubato.runtime.config.sections import ListenAddress
 from rubato.runtime.errors import ConfigError
 from rubato.runtime.kernel import Kernel
 
@@ -62,7 +63,7 @@ def run_over() -> Refused:
 class GatewaySection(Section):
     """Sessions for agents that come from outside, over HTTP."""
 
-    listen: str = "127.0.0.1:0"
+    listen: ListenAddress = Field(default="127.0.0.1:0", min_length=1)
     """HOST:PORT; port 0 takes a free one. RUN/gateway.json has the address and the key."""
     wait_s: float = Field(default=600.0, gt=0)
     """Longest that POST /sessions waits for a place in a batch; after it 503, to be tried again."""
@@ -77,15 +78,6 @@ class GatewaySection(Section):
     was reasoned, it begins a segment of its own behind those."""
     max_waiting: int = Field(default=1024, ge=1)
     """Requests for sessions that may wait at once; more are answered 429."""
-
-    @field_validator("listen")
-    @classmethod
-    def _is_address(cls, listen: str) -> str:
-        try:
-            host_port(listen)
-        except BadAddress as error:
-            raise ValueError(str(error)) from None
-        return listen
 
 
 class Address(msgspec.Struct):

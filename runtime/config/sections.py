@@ -18,11 +18,20 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from rubato.bus.address import bare, host_port, parse_ports, spelt
-from rubato.bus.errors import BadAddress
+from rubato.bus.address import BadAddress, bare, host_port, parse_ports, spelt
 
 YES, NO = ("yes", "y", "on", "1", "t", "true"), ("no", "n", "off", "0", "f", "false")
 """Words for true and false that other tools take."""
+
+
+def _can_be_bound(listen: str) -> str:
+    try:
+        return listen and host_port(listen) and listen
+    except BadAddress as error:
+        raise ValueError(error) from error
+
+
+ListenAddress = Annotated[str, AfterValidator(_can_be_bound)]
 
 
 class Section(BaseModel):
@@ -143,18 +152,8 @@ class HostSection(Section):
     """How it is called where the run's hosts are listed; one that `launch.hosts` asks for has its name there. Empty: as its node agent."""
     labels: tuple[str, ...] = ()
     """What it is called by `actors.<role>.pools.<name>.labels`."""
-    listen: str = ""
+    listen: ListenAddress = ""
     """host:port at which its node agent serves /metrics and /healthz, see docs/logging.md; port 0 takes a free one. Empty: nowhere."""
-
-    @field_validator("listen")
-    @classmethod
-    def _can_be_bound(cls, listen: str) -> str:
-        try:
-            if listen:
-                host_port(listen)
-        except BadAddress as error:
-            raise ValueError(error) from error
-        return listen
 
 
 class HostsSection(Section):

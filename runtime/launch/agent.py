@@ -51,6 +51,8 @@ LOOK_S = 1.0
 
 RESTARTS = "restarts/"
 """How the metric of an actor's restarts begins."""
+MOST_METRICS = 4096
+"""Of training steps, remembered at once."""
 
 DRAINED = 16
 Key = tuple[str, str, str, str]
@@ -195,7 +197,8 @@ class NodeAgent(HostBlobs):
     async def progress_made(self, message: Progress) -> None:
         for span in self._spans:
             span.step(asyncio.get_running_loop().time())
-        self.row |= message.row
+        row = self.row | message.row
+        self.row = row if len(row) <= MOST_METRICS else message.row
         self.screen.progress(message)
 
     @handler
