@@ -189,6 +189,8 @@ async def embed(
             )
     if config.launch.hosts:
         raise LaunchError("launch.hosts asks for further hosts, and an embedded job is one process: launch the job.")
+    if config.host.listen:
+        raise LaunchError("host.listen is where a host's node agent serves, and an embedded job is its program's: launch the job.")
     store = store or MemoryStore()
     held.open(resume=resume, force=force, model=config.model_path)
     try:

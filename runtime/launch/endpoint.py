@@ -10,7 +10,6 @@ request asks nobody. Where RUBATO_HOST_TOKEN is set, none is answered without it
 
 import asyncio
 import math
-import os
 from collections.abc import Iterator
 from http import HTTPStatus
 from typing import Any
@@ -44,7 +43,7 @@ def open_endpoint(agent: NodeAgent) -> None:
     try:
         listening = bind_listener(host, port, backlog=MOST)
     except (OSError, UnicodeError) as error:
-        why = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else error
+        why = str(getattr(error, "strerror", error)).partition(" (while")[0]  # of what socket.create_server says, the system's part
         raise LaunchError(f"can't listen at {KEY}={listen}: {why}. Give another address or port.") from error
     options: dict[str, Any] = {**QUIET, "log_level": "critical", "server_header": False, "date_header": False}
     server = HttpServer(uvicorn.Config(Endpoint(agent), http="h11", h11_max_incomplete_event_size=HEAD_BYTES, **options))

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from rubato.runtime.config.compose import from_mapping, problems
-from rubato.runtime.errors import ConfigError
+from rubato.runtime.embed import embed
+from rubato.runtime.errors import ConfigError, LaunchError
 from rubato.runtime.launch.agent import Seen
 from rubato.runtime.launch.endpoint import STORE_S, TOKEN, Endpoint
 from rubato.runtime.registry import ActorRecord, SeenRecord
@@ -144,3 +145,11 @@ def test_a_launch_that_would_listen_beyond_the_loopback_without_a_token_is_refus
     assert refusals("0.0.0.0:9109") == []
     with pytest.raises(ConfigError, match=r"'9109' must be a host and a port, like 127\.0\.0\.1:7788"):
         refusals("9109")
+
+
+async def test_an_embedded_job_listens_nowhere_and_says_so(tmp_path):
+    tree = {"actors": {"one": {"class": "rubato.runtime.actor:Actor"}}, "host": {"listen": "127.0.0.1:0"}}
+
+    with pytest.raises(LaunchError, match=r"^host\.listen is where a host's node agent serves"):
+        async with embed(from_mapping(tree), folder=tmp_path / "run"):
+            pass
