@@ -133,16 +133,25 @@ class StateSection(Section):
     """Where the little state lives that must outlive processes."""
 
     url: str = ""
-    """redis://, rediss:// or unix:// address of a Redis or Valkey server; empty starts one for this run."""
-    durability: Literal["everysec", "always"] = "everysec"
-    """everysec: a killed server may lose two seconds of acknowledged writes; always: none, at one disk sync per write."""
+    """redis://, rediss:// or unix:// address of a Redis or Valkey server, or redis+sentinel://HOST:PORT,HOST:PORT/SERVICE for one that fails
+    over; empty starts one for this run."""
+    durability: Literal["everysec", "always", "replicated"] = "everysec"
+    """everysec: a killed server may lose two seconds of acknowledged writes; always: none, at one disk sync per write; replicated: a failover
+    loses none, each waits for a replica."""
     shared: bool = False
     """Whether the server has a scope for other jobs too, as a cluster's has: RUN/cluster.json says how they reach it, and nothing else."""
 
     @property
     def window_s(self) -> float:
         """The server may forget what it acknowledged less than so long ago."""
-        return 0.0 if self.durability == "always" else 2.0
+        if self.durability == "always":
+            return 0.0
+        return 12.0 if self.fails_over and self.durability == "everysec" else 2.0  # a master cut off takes writes for another 10 s
+
+    @property
+    def fails_over(self) -> bool:
+        """Whether `url` names sentinels."""
+        return self.url.startswith(("redis+sentinel://", "rediss+sentinel://"))
 
 
 class HostSection(Section):

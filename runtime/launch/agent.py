@@ -349,7 +349,7 @@ class NodeAgent(HostBlobs):
             elif said != full:
                 full = said
                 self.log.warning("store_room", full=full)
-                self.screen.notice(full or "the Store has room again: the run goes on")
+                self.screen.notice(full or "the Store takes writes again: the run goes on")
             silent = {one.record.name: one.silent_s for one in seen}
             rows = snapshot("", [one.record for one in seen], [], {}, silent=silent)["blocked"]
             for row in self._watch.overdue(rows, asyncio.get_running_loop().time(), self.job.run.watch_s):

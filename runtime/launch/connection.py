@@ -75,7 +75,7 @@ async def connect(folder: Path, *, types: bool = True, role: str = "") -> AsyncG
 async def reach(config: Config, card: RunCard, folder: Path, keys: Keys | None) -> AsyncGenerator[RunAccess]:
     """The run of `card`, for a process of its host that knows its config."""
     run = RunInfo(card.id, folder, config.run.seed, config.run.steps, config.state.window_s, config.hidden)
-    store = RedisStore(card.url, card.id)
+    store = RedisStore(card.url, card.id, replicated=config.state.durability == "replicated")
     blobs = BlobClient(Path(card.sockets) / "blobs.sock")
     try:
         yield RunAccess(config, card, run, store, blobs, keys)

@@ -20,6 +20,7 @@ from rubato.bus.link import Identity, Peer
 from rubato.bus.transport import Delivery, Transport
 from rubato.bus.zmq import ZmqTransport
 from rubato.runtime.observe.log import logger
+from rubato.runtime.store.redis import SENTINELS
 
 REDIS_PORT = 6379
 PIECE_BYTES = 64 * 1024
@@ -235,6 +236,10 @@ async def _ready(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
 
 def way_to(state_url: str) -> Callable[[], Awaitable[Ends]] | None:
     """How to connect to a server that only its own host reaches; None for one that other hosts reach by `state_url` itself."""
+    if state_url.startswith(SENTINELS):
+        from rubato.runtime.store.sentinel import way_to_master  # of no use to most
+
+        return way_to_master(state_url)
     parts = urlsplit(state_url)
     if parts.scheme == "unix":
         return lambda: asyncio.open_unix_connection(parts.path)
@@ -244,9 +249,11 @@ def way_to(state_url: str) -> Callable[[], Awaitable[Ends]] | None:
 
 
 def way_through(state_url: str, path: Path) -> str:
-    """The URL of the same server behind the gate's socket `path`: the same user and password, variables as they are written."""
+    """The URL of the same server behind the gate's socket `path`: the same user, password and database, variables as they are written."""
     parts = urlsplit(state_url)
     given = dict(parse_qsl(parts.query))
-    named = {"username": parts.username, "password": parts.password}
+    within = parts.path[1:].partition("/")
+    db = "" if parts.scheme == "unix" else within[2 if state_url.startswith(SENTINELS) else 0]
+    named = {"username": parts.username, "password": parts.password, "db": db}
     said = {name: unquote(value or "") or given.get(name, "") for name, value in named.items()}
     return f"unix://{path}?{urlencode({name: value for name, value in said.items() if value}, safe='${}:-')}"

@@ -43,6 +43,7 @@ from rubato.runtime.observe.log import configure, logger
 from rubato.runtime.observe.trace import merge_traces
 from rubato.runtime.places import HostPlaces
 from rubato.runtime.registry import LEASE_TTL_S, NODE, list_actors
+from rubato.runtime.store import fitness
 from rubato.runtime.store.embedded import EmbeddedRedis, ScopedGuest
 from rubato.runtime.store.redis import RedisStore
 from rubato.runtime.store.store import StoreUnavailable
@@ -122,6 +123,7 @@ class Launcher:
         if wrong := [
             *HostPlaces.here(self._config).problems(),
             *placer_problems(self._config),
+            *fitness.problems(self._config.state),
             *problems(self._config, self._folder.path, replaced=self._force),
         ]:
             raise ConfigError("\n".join(wrong))
@@ -169,34 +171,34 @@ class Launcher:
 
     async def _open_state(self, card: RunCard, stack: AsyncExitStack, tasks: asyncio.TaskGroup) -> None:
         """Reach the Store, or start one and keep it alive."""
-        began = self._clock()
-        if self._config.state.url:
+        began, state = self._clock(), self._config.state
+        if state.url:
             card.state_url = guest_url = str(self._config.tree()["state"]["url"])
             what = "redis given by state.url"
+            for sentence in await fitness.examine(card.url, card.id, state):
+                self._console.notice(sentence)
+            if state.fails_over:
+                from rubato.runtime.store import sentinel  # of no use to most
+
+                stack.callback(tasks.create_task(sentinel.watch(card.url, self._failed_over), name="launch.failovers").cancel)
         else:
             password = self._keys.state_password if self._keys else ""
-            guest = ScopedGuest(scope_of(card.id), password_for(password)) if self._config.state.shared else None
-            server = EmbeddedRedis(
-                self._folder.path, self._config.state.durability, sockets=Path(card.sockets), password=password, guest=guest
-            )  # fmt: skip
+            guest = ScopedGuest(scope_of(card.id), password_for(password)) if state.shared else None
+            durability = "always" if state.durability == "always" else "everysec"
+            server = EmbeddedRedis(self._folder.path, durability, sockets=Path(card.sockets), password=password, guest=guest)
             card.state_url = await server.start()
             stack.push_async_callback(server.stop)
             stack.callback(tasks.create_task(self._keep_alive(server), name="launch.redis").cancel)  # before that stop
             what = server.describe()
             guest_url = server.guest_url if guest else ""
-        if self._config.state.shared:
-            write_shared(self._folder.path, SharedScope(scope_of(card.id), guest_url))
-        store = RedisStore(card.url, card.id, patience_s=3.0)
-        try:
-            await store.get("config")
-            for sentence in await store.concerns() if self._config.state.url else ():
-                self._console.notice(sentence)
-        except StoreUnavailable as error:
-            raise LaunchError(str(error)) from error
-        finally:
-            await store.close()
+        if state.shared:
+            write_shared(self._folder.path, SharedScope(scope_of(card.id), guest_url, state.durability == "replicated"))
         await self._open_gate(card, stack, tasks)
         self._console.stage("state", what, self._clock() - began)
+
+    def _failed_over(self, before: str, now: str) -> None:
+        logger("launch").warning("store_failed_over", before=before, now=now)
+        self._console.notice(fitness.failed_over(self._config.state, before, now))
 
     def _host_address(self) -> str:
         """`bus.host`, if it is allowed. Raises LaunchError with what to do."""

@@ -21,6 +21,8 @@ class SharedScope(msgspec.Struct, frozen=True):
     id: str
     """Keys are `rubato:{id}:…`."""
     state_url: str
+    replicated: bool = False
+    """Whether its changes wait for a replica."""
 
 
 def scope_of(run_id: str) -> str:
@@ -51,4 +53,4 @@ def open_shared(folder: Path, **options: float) -> RedisStore:
         raise LaunchError(f"{folder} shares nothing: {FILE} can't be read ({why}). Is it a cluster's folder?") from None
     except msgspec.MsgspecError as error:
         raise LaunchError(f"{path} is damaged ({error}). Start the cluster again.") from error
-    return RedisStore(fill(scope.state_url, "state.url").value, scope.id, **options)
+    return RedisStore(fill(scope.state_url, "state.url").value, scope.id, replicated=scope.replicated, **options)

@@ -21,6 +21,7 @@ from rubato.runtime.launch.card import KEYS_FILE, RunKeys, command_for, find_key
 from rubato.runtime.launch.folder import make_keys
 from rubato.runtime.launch.gate import way_to
 from rubato.runtime.registry import NODE
+from rubato.runtime.store.redis import SENTINELS
 
 PREFIX = "rubato1."
 """Names the format, so that a later one can be told apart."""
@@ -75,9 +76,10 @@ def read_token(text: str) -> JoinToken:
             raise ValueError("its checksum does not fit: it was mistyped or is not whole")
         token = msgspec.msgpack.decode(data, type=JoinToken)
         check_keys(token.keys.curve)
-        there = urlsplit(token.gate or token.url)
-        if not there.hostname or there.port == 0:
-            raise ValueError("it names no address that another host could come to")
+        if token.gate or not token.url.startswith(SENTINELS):
+            there = urlsplit(token.gate or token.url)
+            if not there.hostname or there.port == 0:
+                raise ValueError("it names no address that another host could come to")
     except (ValueError, msgspec.MsgspecError, BadKeys) as error:
         raise LaunchError(f"this is no join token ({error}). Print one on the first host with: rubato keys join-token --run DIR") from None
     if token.version and (ours := version_here()) and token.version != ours:
@@ -146,8 +148,9 @@ def _join_token(folder: Path, host: str = "") -> str:
         raise LaunchError(f"the run in {folder} is not reachable from other hosts: launch it with bus.host=ADDRESS.")
     if not card.gate and way_to(card.url) is not None:
         raise LaunchError(f"the run in {folder} was launched before it had these keys. Stop it and go on with --resume.")
-    if not card.gate and not card.url.startswith("rediss://"):
-        print("warning: state.url is not encrypted on the network; use rediss://", file=sys.stderr)  # noqa: T201
+    if not card.gate and not card.url.startswith("rediss"):
+        scheme = card.url.partition("://")[0].replace("redis", "rediss")
+        print(f"warning: state.url is not encrypted on the network; use {scheme}://", file=sys.stderr)  # noqa: T201
     gate = card.gate
     if host:
         if not gate:

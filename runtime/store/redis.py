@@ -1,6 +1,6 @@
 """RedisStore: the store over a Redis or Valkey server; every method is one Lua script of `scripts/`, or one command.
 
-RedisLink is how they reach it: it survives a server that restarts, and applies each change once however often it is sent.
+RedisLink is how they reach it: it survives a server that restarts or fails over, and applies each change once however often it is sent.
 """
 
 import asyncio
@@ -59,7 +59,9 @@ Argument = str | bytes | int
 Reply = Any
 """Result of redis-py: int, bytes or lists of them; the calling line knows which, and the next one says so."""
 
-SCHEMES = ("redis://", "rediss://", "unix://")
+SCHEMES = ("redis://", "rediss://", "unix://", "redis+sentinel://", "rediss+sentinel://")
+
+SENTINELS = SCHEMES[3:]
 
 PATIENCE_S = 20.0
 """A killed server is back within a second or two; a failover takes ten."""
@@ -75,8 +77,14 @@ CONNECT_S = 3.0
 ROOM_S = 2.0
 """A server without room is reported after this long: waiting longer within one call would only hide it."""
 
-NO_ROOM = re.compile(r"\b(?:OOM|MISCONF)\b")
-"""How a server says, also from inside a script, that it refuses writes for want of memory, or because its disk took none."""
+REPLICA_S = 1.0
+"""So long a write waits for a replica, before the master is looked for anew."""
+
+NO_ROOM = re.compile(r"\b(OOM|MISCONF|NOREPLICAS)\b")
+"""How a server says, also from inside a script, that it refuses writes for want of memory, of a disk that takes them, or of a replica."""
+
+NO_REPLICA = "NOREPLICAS no replica acknowledged the write"
+"""The same of a server that made it."""
 
 REPLY_S = 10.0
 """Longer than a server stalls when its disk is busy, short enough to notice a host that vanished."""
@@ -86,6 +94,14 @@ BLOCK_S = 4.0
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 0.5
 """Back-off between attempts doubles from the first to the longest."""
+
+MIN_REPLICAS = "min_slaves_good_slaves"
+"""Replicas that keep up, as a server tells of which `min-replicas-to-write` is set."""
+
+IS_CLUSTER = (
+    "state.url names a Redis Cluster, which a run does not use: its state is one slot, and fails over by Sentinel. "
+    "Name a single server, or redis+sentinel://HOST:PORT/SERVICE."
+)
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
@@ -123,14 +139,16 @@ class RedisLink:
     """One process's connections to the Redis at `url`, for the run `run_id`.
 
     Every call is attempted again, with back-off, for up to `patience_s` while the server can't be reached; then StoreUnavailable.
+    Where it is `replicated`, a change that `once` makes has reached a replica when it returns: a master that was cut off acknowledges none.
     """
 
-    def __init__(self, url: str, run_id: str, *, patience_s: float = PATIENCE_S) -> None:
+    def __init__(self, url: str, run_id: str, *, patience_s: float = PATIENCE_S, replicated: bool = False) -> None:
         if not run_id or set(run_id) & set("{}"):
             raise ValueError(f"a run id is not empty and has no braces, got {run_id!r}")
         self.url = _checked(url)
         self._prefix = f"rubato:{{{run_id}}}"
         self._patience_s = patience_s
+        self._acknowledged = self._replicated if replicated else self._command
         self._redis = _connect(url)
         self._client = secrets.token_hex(6)
         self._numbers, self._new_slots = count(1), count(1)
@@ -144,14 +162,14 @@ class RedisLink:
     async def ask(self, what: Script, keys: Sequence[str], *args: Argument) -> Reply:
         """Run a script that may safely run twice: one that only reads, or whose second run changes nothing more."""
         async with self._calls:
-            return await self._attempts(lambda: self._evaluate(what, keys, args))
+            return await self._attempts(lambda: self._evaluate(self._command, what, keys, args))
 
     async def once(self, what: Script, keys: Sequence[str], *args: Argument) -> Reply:
         """Run a script built upon once.lua: it takes effect exactly once, though the reply may be lost and it be sent again."""
         async with self._calls, self._slot() as slot:
             operation = self.key("op", self._client, str(slot))
             numbered = (next(self._numbers), *args)
-            return await self._attempts(lambda: self._evaluate(what, (operation, *keys), numbered))
+            return await self._attempts(lambda: self._evaluate(self._acknowledged, what, (operation, *keys), numbered))
 
     async def fields(self, key: str, names: Sequence[str]) -> list[bytes | None]:
         """Fields of a hash, in their order."""
@@ -176,17 +194,18 @@ class RedisLink:
             return f"valkey {info['valkey_version']}"
         return f"redis {info.get('redis_version', 'of unknown version')}"
 
-    async def figures(self) -> Figures:
-        """What the server says of itself (INFO); a single attempt."""
-        return cast("Figures", await self._attempts(lambda: self._command("INFO"), budget_s=0.0))
+    async def figures(self, *, budget_s: float | None = 0.0) -> Figures:
+        """What the server says of itself (INFO); a single attempt, unless there is a budget, or None, which is that of all calls."""
+        return cast("Figures", await self._attempts(lambda: self._command("INFO"), budget_s=budget_s))
 
     async def full(self) -> str:
         """Why the server takes no more writes, in a sentence; empty while it does."""
         figures = await self.figures()
-        if figures.get("rdb_last_bgsave_status") != "err":
+        is_replicated = self._acknowledged == self._replicated or MIN_REPLICAS in figures
+        if figures.get("rdb_last_bgsave_status") != "err" and not is_replicated:
             return full(self.url, figures)
-        try:  # whether a failed snapshot makes it refuse writes, it does not say
-            await self._attempts(lambda: self._command("SET", self.key("room"), "", "PX", 1), budget_s=0.0)
+        try:  # whether a failed snapshot, or too few replicas, make it refuse writes, it does not say
+            await self._attempts(lambda: self._acknowledged("SET", self.key("room"), "", "PX", 1), budget_s=0.0)
         except StoreFull as error:
             return str(error)
         return full(self.url, figures)
@@ -214,7 +233,7 @@ class RedisLink:
         while True:
             try:
                 reply = await call()
-                _honour(task, cancelled)
+                honour(task, cancelled)
                 return reply
             except (*TEMPORARY, *REFUSALS) as error:
                 if isinstance(error, REFUSALS) or isinstance(error.__cause__, REFUSALS):  # redis-py may wrap the latter
@@ -226,11 +245,15 @@ class RedisLink:
                     f"{self.url} is taken by a server that is not Redis. Correct state.url, or leave it out to use the embedded server."
                 ) from error
             except ResponseError as error:
-                if not isinstance(error, OutOfMemoryError) and not NO_ROOM.search(str(error)):
+                found = NO_ROOM.search(str(error))
+                if not isinstance(error, OutOfMemoryError) and not found:
                     raise _rejection(self.url, error) from error
+                want = found[1] if found else "OOM"
                 if loop.time() - began + pause_s > min(budget_s, ROOM_S):
-                    raise StoreFull(out_of_room(self.url, disk="MISCONF" in str(error))) from error
-            _honour(task, cancelled)
+                    raise StoreFull(out_of_room(self.url, want)) from error
+                if want == "NOREPLICAS":  # another may be the master by now, which only new connections are led to
+                    await self._redis.connection_pool.disconnect(inuse_connections=False)
+            honour(task, cancelled)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
@@ -247,41 +270,66 @@ class RedisLink:
             "Start that server or correct state.url, or leave state.url out to use the embedded server."
         )
 
-    async def _evaluate(self, what: Script, keys: Sequence[str], args: Sequence[Argument]) -> Reply:
+    async def _evaluate(
+        self, command: Callable[..., Awaitable[Reply]], what: Script, keys: Sequence[str], args: Sequence[Argument]
+    ) -> Reply:
         try:
-            return await self._command("EVALSHA", what.digest, len(keys), *keys, *args)
+            return await command("EVALSHA", what.digest, len(keys), *keys, *args)
         except NoScriptError:  # a server that restarted, or never saw it
-            return await self._command("EVAL", what.text, len(keys), *keys, *args)
+            return await command("EVAL", what.text, len(keys), *keys, *args)
 
     async def _command(self, *words: Argument) -> Reply:
         send = cast("Callable[..., Awaitable[Reply]]", self._redis.execute_command)  # pyright: ignore[reportUnknownMemberType]
         async with asyncio.timeout(REPLY_S):
             return await send(*words)
 
+    async def _replicated(self, *words: Argument) -> Reply:
+        """The same, once a replica has all that this connection wrote."""
+        async with asyncio.timeout(REPLY_S), self._redis.pipeline(transaction=False) as both:
+            both.execute_command(*words)  # pyright: ignore[reportUnknownMemberType]
+            both.execute_command("WAIT", 1, round(1000 * REPLICA_S))  # pyright: ignore[reportUnknownMemberType]
+            replies = cast("list[Reply]", await both.execute(raise_on_error=False))
+        for reply in replies:
+            if isinstance(reply, Exception):
+                raise reply
+        if not replies[1]:
+            raise ResponseError(NO_REPLICA)
+        return replies[0]
 
-def _honour(task: "asyncio.Task[Any] | None", before: int) -> None:
+
+def honour(task: "asyncio.Task[Any] | None", before: int) -> None:
     """redis-py loses a cancellation that meets a reply in the same tick; raise it here, or its task would never end."""
     if task is not None and task.cancelling() > before:
         raise asyncio.CancelledError
 
 
 def _connect(url: str) -> "Redis":
-    return Redis.from_url(  # pyright: ignore[reportUnknownMemberType]
-        url,
-        protocol=2,
-        retry=Retry(NoBackoff(), 0),
-        socket_connect_timeout=CONNECT_S,
-        socket_timeout=None,  # redis-py would use wait_for, which in Python 3.11 loses a cancellation
-        max_connections=MAX_CALLS + MAX_READERS + 1,
-    )
+    options: dict[str, Any] = {
+        "protocol": 2,
+        "retry": Retry(NoBackoff(), 0),
+        "socket_connect_timeout": CONNECT_S,
+        "socket_timeout": None,  # redis-py would use wait_for, which in Python 3.11 loses a cancellation
+        "max_connections": MAX_CALLS + MAX_READERS + 1,
+    }
+    if url.startswith(SENTINELS):
+        from rubato.runtime.store import sentinel  # of no use to most
+
+        return sentinel.connect(url, **options)
+    return Redis.from_url(url, **options)  # pyright: ignore[reportUnknownMemberType]
 
 
 def _checked(url: str) -> str:
     """The URL without secrets. Raises StoreError for one that redis-py would stumble over."""
     if not url.startswith(SCHEMES):
         scheme, found, _ = url.partition("://")  # no more of it is shown: it may hold a password
+        if scheme == "redis+cluster":
+            raise StoreError(IS_CLUSTER)
         said = f"starts with {scheme}://" if found else "names no protocol"
         raise StoreError(f"state.url {said}; write one of {', '.join(SCHEMES)} and the server's address.")
+    if url.startswith(SENTINELS):
+        from rubato.runtime.store.sentinel import parse
+
+        return parse(url).shown
     try:
         parts = urlsplit(url)
         _ = parts.port if parts.scheme != "unix" else 0  # the password of a socket's URL is a parameter
@@ -299,49 +347,38 @@ def _rejection(url: str, error: ResponseError) -> Exception:
     return StoreError(f"{url} refused a command: {error}")
 
 
-def concerns(figures: Figures) -> list[str]:
-    """What may lose samples on a server that the user runs, a sentence each."""
-    found: list[str] = []
-    if figures.get("aof_enabled") == 0:
-        found.append(
-            "state.url names a server that keeps no append-only file: where it restarts, the run loses what was written since its "
-            "last snapshot. Set there: appendonly yes"
-        )
-    policy = figures.get("maxmemory_policy", "noeviction")
-    if policy != "noeviction":
-        found.append(
-            f"state.url names a server that may throw away what the run wrote once its memory is full (maxmemory-policy {policy}). "
-            "Set there: maxmemory-policy noeviction"
-        )
-    return found
-
-
 def full(url: str, figures: Figures) -> str:
     """Why the server at `url` takes no more writes, in a sentence; empty while it does."""
     if figures.get("aof_last_write_status") == "err":
-        return out_of_room(url, disk=True)
+        return out_of_room(url, "MISCONF")
     most, used = figures.get("maxmemory"), figures.get("used_memory")
     if isinstance(most, int) and isinstance(used, int) and 0 < NEARLY * most <= used:
-        return out_of_room(url, disk=False)
+        return out_of_room(url, "OOM")
     return ""
 
 
-def out_of_room(url: str, *, disk: bool) -> str:
+WANTS = {
+    "OOM": ("has used all memory it may (maxmemory)", "Give it more"),
+    "MISCONF": ("could not write to its disk", "Free space there"),
+    "NOREPLICAS": ("has no replica that takes its writes", "Start one"),
+}
+
+
+def out_of_room(url: str, want: str) -> str:
     """The one sentence for it, wherever it is noticed."""
-    what = "could not write to its disk" if disk else "has used all memory it may (maxmemory)"
-    remedy = "Free space there" if disk else "Give it more"
+    what, remedy = WANTS[want]
     return f"the Store at {url} {what} and refuses writes. The run pauses. {remedy}: the run goes on by itself"
 
 
 class RedisStore:
-    """A `Store` for the run `run_id` at `url` (`redis://`, `rediss://` or `unix://`, password inside).
+    """A `Store` for the run `run_id` at `url`, one of SCHEMES with its password inside; `replicated` as `state.durability` has it.
 
     A server that is killed and comes back within `patience_s` is survived by every call; each change is still made exactly once.
     Nothing is contacted yet. Raises StoreError for a URL of no such server.
     """
 
-    def __init__(self, url: str, run_id: str, *, patience_s: float = PATIENCE_S) -> None:
-        self._link = link = RedisLink(url, run_id, patience_s=patience_s)
+    def __init__(self, url: str, run_id: str, *, patience_s: float = PATIENCE_S, replicated: bool = False) -> None:
+        self._link = link = RedisLink(url, run_id, patience_s=patience_s, replicated=replicated)
         self._keys, self._index, self._fences = link.key("keys"), link.key("index"), link.key("fences")
         self._streams = link.key("streams")
         self._lease_keys = (link.key("lease", "tokens"), link.key("lease", "values"), link.key("lease", "until"))
@@ -350,9 +387,9 @@ class RedisStore:
         """Name and version of the server, from a single attempt."""
         return await self._link.version()
 
-    async def concerns(self) -> list[str]:
-        """What may lose samples on this server, a sentence each; from a single attempt."""
-        return concerns(await self._link.figures())
+    async def figures(self) -> Figures:
+        """What the server says of itself (INFO)."""
+        return await self._link.figures(budget_s=None)
 
     async def full(self) -> str:
         return await self._link.full()

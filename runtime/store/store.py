@@ -26,7 +26,10 @@ class StoreUnavailable(StoreError):
 
 
 class StoreFull(StoreUnavailable):
-    """The backend answers, but has no room for a change: memory or disk. Nothing was changed; it is worth trying again, for as long as it takes."""
+    """The backend answers, but can't keep a change: it lacks memory, disk or a replica. It is worth trying again, for as long as it takes.
+
+    Nothing was changed, unless it was the replica that did not acknowledge the change: that one may be undone by a failover.
+    """
 
 
 def fenced(name: str, token: int, newest: int) -> Fenced:
@@ -85,7 +88,7 @@ class Store(Protocol):
     """Keys are relative to the run (the implementation prefixes `rubato:{run}:`). Values are bytes.
 
     Every method raises `StoreUnavailable` when the backend can't be reached within its retry budget, and every change `StoreFull`,
-    which is one, when the backend has no room for it.
+    which is one, when the backend can't keep it.
     Methods marked *acknowledged* return only when the write is as durable as `state.durability` says.
     """
 
@@ -142,7 +145,7 @@ class Store(Protocol):
         ...
 
     async def full(self) -> str:
-        """Why the backend takes no more changes (memory, disk), in a sentence; empty while it does."""
+        """Why the backend takes no more changes (memory, disk, no replica), in a sentence; empty while it does."""
         ...
 
     async def close(self) -> None: ...

@@ -11,8 +11,10 @@ import pytest
 from redis import Redis
 from redis.exceptions import ConnectionError as NotThere
 
+from rubato.runtime.config.sections import StateSection
 from rubato.runtime.registry import LEASE_TTL_S
 from rubato.runtime.store.embedded import installed_server
+from rubato.runtime.store.fitness import concerns
 from rubato.runtime.store.redis import RedisStore
 from rubato.runtime.store.store import StoreFull, StoreUnavailable
 from tests.jobs import SMALL, clean_environment, rubato, write_model
@@ -142,12 +144,12 @@ async def test_a_disk_that_takes_nothing_is_told_from_a_full_memory(server, stor
 
 async def test_a_server_that_may_forget_or_evict_is_named(server, store):
     server.config_set("maxmemory-policy", "allkeys-lru")
-    worried = await store.concerns()
+    worried = concerns(await store.figures(), StateSection())
     server.config_set("maxmemory-policy", "noeviction")
     server.config_set("appendonly", "yes")
 
     assert ["appendonly yes" in worried[0], "maxmemory-policy noeviction" in worried[1]] == [True, True]
-    assert await store.concerns() == []
+    assert concerns(await store.figures(), StateSection()) == []
 
 
 @pytest.mark.slow
@@ -187,7 +189,7 @@ async def test_a_job_waits_for_room_says_so_and_goes_on(server, url, tmp_path):
         memory_again(server)
         before = ended(run)
         await eventually(lambda: ended(run) > before + 8)
-        await eventually(lambda: "the Store has room again" in output.read_text())
+        await eventually(lambda: "the Store takes writes again" in output.read_text())
         said = output.read_text()
         stopped = await asyncio.to_thread(rubato, "stop", "--run", "run", cwd=tmp_path)
     finally:

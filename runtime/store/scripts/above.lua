@@ -1,13 +1,15 @@
--- Put in front of scripts that count: the next number of a counter, which no restart of the server makes it give twice.
+-- Put in front of scripts that count: the next number of a counter, which no restart of the server, and no failover, makes it give twice.
 --
--- A server that came back may have forgotten its newest numbers, and all of a counter. So the first number that it gives of one leaps
--- to the milliseconds since the run first counted anything, which is more than anybody counted until then.
+-- A server that came back, or became the master, may have forgotten its newest numbers, and all of a counter. So the first number that it
+-- gives of one leaps to the milliseconds since the run first counted anything, which is more than anybody counted until then.
 --
--- marks    HASH first -> "<run_id of the server that counted first in this run> <milliseconds of its clock>"
---               last <counter> -> run_id of the server that gave its newest number; where it gave none yet, the first server counts
+-- marks    HASH first -> "<term of the server that counted first in this run> <milliseconds of its clock>"
+--               last <counter> -> term that gave its newest number; where none did yet, the first term counts
+-- A term is the run_id of a server, which each start changes, and its replication id, which each promotion changes.
 
 local function above(marks, name, stored)
   local server = string.match(redis.call('INFO', 'server'), 'run_id:(%x+)')
+    .. string.match(redis.call('INFO', 'replication'), 'master_replid:(%x+)')
   local clock = redis.call('TIME')
   local now = clock[1] * 1000 + math.floor(clock[2] / 1000)
   local mark = redis.call('HGET', marks, 'first')

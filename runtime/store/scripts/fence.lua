@@ -24,6 +24,7 @@ local function fenced(fences)
   end
   local mine = ARGV[3] .. ' ' .. ARGV[4]
   if stored == mine then
+    redis.call('HSET', fences, ARGV[2], mine) -- written once more, see once.lua
     return 0
   end
   if stored ~= ARGV[5] then

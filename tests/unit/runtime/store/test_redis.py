@@ -21,7 +21,10 @@ def test_a_url_of_no_store_is_refused_with_what_to_write_and_without_its_passwor
     with pytest.raises(StoreError) as told:
         RedisStore(url, "run")
 
-    assert str(told.value) == f"{said}write one of redis://, rediss://, unix:// and the server's address."
+    assert (
+        str(told.value)
+        == f"{said}write one of redis://, rediss://, unix://, redis+sentinel://, rediss+sentinel:// and the server's address."
+    )
 
 
 @pytest.mark.parametrize("run_id", ["", "a{b}"])
