@@ -64,6 +64,7 @@ TRAINER_HOST, TRAINER_FOLDER, TRAINER_PRELOAD = (
     "rubato.actors.training.preflight:preload",
 )
 MODEL_CHECK = "rubato.actors.checkpoints.model_check:check_model_folder"
+MIRROR_BRINGER = "rubato.actors.checkpoints.mirror_launch:bring_back"
 """Checks, by the launcher alone, of what a trainer needs of its host, model folder and process, and of a model folder."""
 
 
@@ -105,7 +106,10 @@ MIXTURE, MIXTURE_LAYER = "rubato.actors.training.experts:Mixture", "rubato.actor
 VARLEN = "rubato.actors.training.varlen:attend"
 """Path of what a row's attention is on a GPU in half precision."""
 
-TRAIN_PREFLIGHTS: Mapping[str, str] = {"train.lora": "rubato.actors.adapters.check:preflight"}
+TRAIN_PREFLIGHTS: Mapping[str, str] = {
+    "train.lora": "rubato.actors.adapters.check:preflight",
+    "checkpoint.mirror": "rubato.actors.checkpoints.mirror_launch:preflight",
+}
 """What looks at the model before anything is started, as `Actor.preflight` does."""
 
 
@@ -116,6 +120,8 @@ def step_hooks(config: Any) -> Iterator[tuple[str, str]]:
     if config.logging.loggers:
         yield "rubato.actors.report.loggers:Logging", "logging.loggers"
     yield "rubato.actors.training.checks:Concerns", "train"
+    if config.checkpoint.mirror:
+        yield "rubato.actors.training.mirroring:Mirroring", "checkpoint.mirror"
     for target in config.train.hooks:
         yield target, "train.hooks"
 

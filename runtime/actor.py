@@ -162,6 +162,19 @@ class Actor(Handles):
         """
 
     @classmethod
+    def keeps_copies(cls, config: Any) -> bool:
+        """Whether the actor keeps copies elsewhere, from which `bring_back` makes the run folder anew once that is gone."""
+        return False
+
+    @classmethod
+    def bring_back(cls, config: Any, folder: Path) -> str:
+        """Bring what the actor kept elsewhere into the run folder `folder`, before the run is resumed there; a sentence for the user.
+
+        Blocks; raises ConfigError, the sentence that ends the launch.
+        """
+        return ""
+
+    @classmethod
     def preload(cls, config: Any) -> tuple[str, ...] | None:
         """Modules that its process needs besides the one of its class. They are imported once per host, in a process of which it is forked.
 

@@ -17,6 +17,9 @@ MANIFEST = "manifest.json"
 RECEIPTS = "receipts.msgpack"
 """What the SampleBuffer said of the samples of the steps that a checkpoint covers, a list of byte strings: it alone reads them."""
 
+EPOCH = "epoch"
+"""Name of the mark of the trainer that took a folder of checkpoints over."""
+
 NAMED = re.compile(r"step_([0-9]+)")
 """Name of a checkpoint's folder; folders of other names are left alone."""
 
@@ -82,13 +85,17 @@ def write(
 def take_over(folder: Path, epoch: int) -> None:
     """From here on trainers of older epochs than `epoch` name no checkpoint under `folder`. Blocks; raises Replaced to one of them."""
     folder.mkdir(parents=True, exist_ok=True)
-    marker = folder / "epoch"
-    newest = int(marker.read_text()) if marker.exists() else 0
-    if newest > epoch:
+    if (newest := newest_epoch(folder)) > epoch:
         raise Replaced(f"a trainer of epoch {newest} has taken over from epoch {epoch} in {folder}")
     draft = folder / f".epoch.{epoch}"
     draft.write_text(f"{epoch}")
-    draft.replace(marker)
+    draft.replace(folder / EPOCH)
+
+
+def newest_epoch(folder: Path) -> int:
+    """Of the trainers that took `folder` over; 0: none did. Blocks."""
+    marker = folder / EPOCH
+    return int(marker.read_text()) if marker.exists() else 0
 
 
 def name(folder: Path, to: Path, epoch: int) -> None:

@@ -23,7 +23,7 @@ from rubato.runtime.monitor.snapshot import Row
 from rubato.runtime.monitor.source import RowTail, read_config
 from rubato.runtime.monitor.text import BLOCKS, clock
 
-APART = ("run.seed", "run.name", "run.dir", "state.url", "bus.host", "bus.port", "bus.ports")
+APART = ("run.seed", "run.name", "run.dir", "state.url", "checkpoint.mirror", "bus.host", "bus.port", "bus.ports")
 """Keys on which runs of one setting may differ."""
 
 REWARD, HELD_OUT = "reward/mean", "eval/reward"

@@ -26,6 +26,7 @@ NO_PULL = "no engine has told yet"
 NO_SAMPLING = "`train.dynamic_sampling` is off"
 NO_CALL = "no reward function was called"
 NO_FABRIC = "no fabric_controller"
+NO_MIRROR = "`checkpoint.mirror` is empty"
 NO_PACE = "no engine is paced (`engine.pace`)"
 LIVE = "rows: `rubato monitor` shows it of the live actor"
 
@@ -147,6 +148,8 @@ METRICS: Section = {
         M("perf/samples_s", "samples/s", "samples of the batch ÷ `time/step`"),
         M("perf/gen_tokens_s", "tokens/s", "sampled by all engines, as they reported last"),
         M("perf/train_tokens_s", "tokens/s", "tokens of the batch ÷ `time/train`"),
+        M("checkpoint/mirror_behind", "steps", "from the newest copy in `checkpoint.mirror` to the newest checkpoint", NO_MIRROR),
+        M("checkpoint/mirror_failures", "copies", "that failed one after the other; 0 where the newest attempt went through", NO_MIRROR),
         M("loop/lag_p99", "ms", "99th percentile of how late the trainer's event loop runs"),
     ),
     "Modelled time": (

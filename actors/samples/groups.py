@@ -498,8 +498,13 @@ class Groups:
         return None
 
     def cover(self, receipts: Iterable[Receipt]) -> None:
-        """Bring in line what a checkpoint says of the steps that it covers: a Store that forgot them shows in nothing else."""
+        """Bring in line what a checkpoint says of the steps that it covers: a Store that forgot them shows in nothing else.
+
+        A Store that forgot earlier steps too is a new one. What it would sample again may have been trained in them: it is passed over.
+        """
         given, forgot = [each for each in receipts if each.step > self.training.committed], False
+        first = min((each.step for each in given), default=0)
+        is_new = any(step not in self.steps for step in range(self.training.committed + 1, first))
         for receipt in given:
             held = {group.id: group for group in self.steps.get(receipt.step, ())}
             names = dict.fromkeys(end.group_id for end in receipt.ends)
@@ -511,7 +516,11 @@ class Groups:
             known = [name for name in names if name not in self._ended]
             self.steps[receipt.step] = [held.get(name) or self._bring_back(name, receipt) for name in known]
             while self.training.cursor < receipt.cursor:  # it was admitted before the step was handed out
-                self._open()
+                if is_new:
+                    self._draw()
+                else:
+                    self._open()
+                self.changes.training = True
         for plugin in self.plugins if forgot else ():
             plugin.forgotten(max(given, key=lambda receipt: receipt.step))
 

@@ -81,6 +81,9 @@ class StepHook:
     async def after_row(self, row: Mapping[str, float]) -> None:
         """The row of the step stands in metrics.jsonl."""
 
+    async def after_checkpoint(self, step: int) -> None:
+        """The checkpoint of `step` counts, in checkpoints/step_N of the run folder. The next one may be taken down meanwhile."""
+
     async def after_swap(self, version: int) -> None:
         """All engines sample under `version`."""
 

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from functools import partial
 from pathlib import Path
 from time import process_time
@@ -49,6 +49,8 @@ class CheckpointSection(Section):
     """Checkpoints of each step that this divides stay too, for good; 0: none."""
     keep_best: bool = False
     """The checkpoint with the best held-out reward stays too: every version that is evaluated gets one. See evals.jsonl."""
+    mirror: str = ""
+    """Folder or URL (s3://, gs://, …) that checkpoints are copied to beside training; empty: none. See reliability.md, section 7."""
 
 
 class Trainer(Actor):
@@ -79,6 +81,14 @@ class Trainer(Actor):
     @classmethod
     def preflight(cls, config: Any, folder: Path) -> None:
         plugins.load(plugins.TRAINER_FOLDER)(config, folder)
+
+    @classmethod
+    def keeps_copies(cls, config: Any) -> bool:
+        return bool(config.checkpoint.mirror)
+
+    @classmethod
+    def bring_back(cls, config: Any, folder: Path) -> str:
+        return plugins.load(plugins.MIRROR_BRINGER)(config, folder)
 
     @classmethod
     def preload(cls, config: Any) -> tuple[str, ...] | None:
@@ -151,6 +161,7 @@ class Trainer(Actor):
             there = checkpoints.by_step(folder)
             newest, passed_over = await self.offload(checkpoints.newest, folder)
             self._step, epoch = await self.offload(self.engine.load, model, newest)
+            epoch = max(epoch, await self.offload(checkpoints.newest_epoch, folder))
             drawn = await self._buffer.ask(DrawEpoch(epoch + 1, self._step), timeout=ASK_S)
             await self.on_disk(folder, checkpoints.take_over, folder, drawn.epoch)
             await self.offload(checkpoints.drop_unnamed, folder, drawn.epoch)
@@ -357,14 +368,17 @@ class Trainer(Actor):
         with self.waits.on(f"commit {step}", stage="checkpoint", holder=BUFFER):
             await self._buffer.ask(Commit(step, epoch), timeout=ASK_S)
         self._saved = step
+        await self._hooks.call_beside(StepHook.after_checkpoint, step)
         await self.offload(self._prune, epoch)
         self._forget_receipts()
 
     def _prune(self, epoch: int) -> None:
-        section = self.config.checkpoint
         steps = [checkpoints.step_of(path) for path in checkpoints.by_step(self._checkpoints)]
-        stay = {step for step in steps if _divides(section.milestones, step)}
-        checkpoints.prune(self._checkpoints, section.keep, epoch, stay | self._hooks.keep(steps))
+        checkpoints.prune(self._checkpoints, self.config.checkpoint.keep, epoch, self.stays(steps))
+
+    def stays(self, steps: Collection[int]) -> set[int]:
+        """Which of `steps` have a checkpoint that stays, however old it is. Blocks."""
+        return {step for step in steps if _divides(self.config.checkpoint.milestones, step)} | self._hooks.keep(steps)
 
     def _forget_receipts(self) -> None:
         """A saved step is named again for as long as the Store may forget that it was bound."""

@@ -234,16 +234,32 @@ def preflight(config: Config, folder: Path) -> None:
     _check_all(config, [partial(cls.preflight, own, folder) for cls, own in _in_use(config)])
 
 
-def problems(config: Config, folder: Path, *, replaced: bool = False, pinned: bool = True) -> list[str]:
+def keeps_copies(config: Config) -> bool:
+    """Whether a run of this config can go on in another folder once its own is gone."""
+    return any(cls.keeps_copies(own) for cls, own in _in_use(config))
+
+
+def bring_back(config: Config, folder: Path) -> list[str]:
+    """Let every role that keeps copies elsewhere bring them into `folder`; sentences for the user. Blocks, and may ask other hosts.
+    Raises ConfigError.
+    """
+    try:
+        check_host(config)
+        return [config.hidden(cls.bring_back(own, folder)) for cls, own in _in_use(config) if cls.keeps_copies(own)]
+    except ConfigError as error:
+        raise ConfigError(config.hidden(str(error))) from None
+
+
+def problems(config: Config, folder: Path, *, replaced: bool = False, pinned: bool = True, brought: bool = False) -> list[str]:
     """All that a launch in `folder` would be refused for, a sentence each.
 
     A model that `prepare` will make there is not missed, nor one that is brought, or whose name was not `pinned`; and a run there that
-    will be `replaced` is not looked at.
+    will be `replaced` is not looked at. Nor is a folder that much is to be `brought` to.
     """
     model = Path(os.path.normpath(folder / config.model_path))
     made = config.prepare or config.brings_model or not pinned
     made_later = made and not os.path.exists(model) and model.is_relative_to(folder)
-    looks = not made_later and not (replaced and os.path.exists(folder / "checkpoints"))
+    looks = not made_later and not brought and not (replaced and os.path.exists(folder / "checkpoints"))
 
     def look(cls: type[Actor], own: ActorConfig) -> None:
         cls.check_host(own)

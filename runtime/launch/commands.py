@@ -8,12 +8,13 @@ import os
 import sys
 from collections.abc import Awaitable, Generator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rubato.bus.message import Request
 from rubato.runtime.config import Config
-from rubato.runtime.config.compose import load, pinned, problems
+from rubato.runtime.config.compose import bring_back, keeps_copies, load, pinned, problems
 from rubato.runtime.config.differences import differing
 from rubato.runtime.config.overrides import read
 from rubato.runtime.config.source import parse
@@ -59,11 +60,14 @@ def launch(argv: list[str]) -> int:
         parser.add_argument(flag, action="store_true", help=text)
     given = parser.parse_intermixed_args(argv)
     config, folder, told = _chosen(given)
+    comes_back = given.resume and not os.path.exists(folder / "config.yaml") and keeps_copies(config)
     if given.dry_run:
-        return _dry_run(config, folder, told, resume=given.resume, force=given.force)
+        return _dry_run(config, folder, told, resume=given.resume and not comes_back, force=given.force, brought=comes_back)
     from rubato.runtime.launch.launcher import Launcher
 
-    with _unless_used(folder, made=given.run_dir is None and not config.run.dir and not given.resume):
+    with _unless_used(folder, made=given.run_dir is None and not config.run.dir and (comes_back or not given.resume)):
+        if comes_back:
+            told += RunFolder(folder.resolve()).bring(partial(bring_back, config), config.dump(), config.model_path)
         config, said = pinned(config, folder.resolve())
 
         async def run() -> int:
@@ -73,7 +77,7 @@ def launch(argv: list[str]) -> int:
         return _run(run())
 
 
-def _dry_run(config: Config, folder: Path, told: list[str], *, resume: bool, force: bool) -> int:
+def _dry_run(config: Config, folder: Path, told: list[str], *, resume: bool, force: bool, brought: bool) -> int:
     """Print the resolved config, and everything that a launch would be refused for."""
     from rubato.runtime.launch.placer import placer_problems
 
@@ -90,7 +94,7 @@ def _dry_run(config: Config, folder: Path, told: list[str], *, resume: bool, for
         *HostPlaces.here(config).problems(),
         *placer_problems(config),
         *unnamed,
-        *problems(config, held.path, replaced=force, pinned=not unnamed),
+        *problems(config, held.path, replaced=force, pinned=not unnamed, brought=brought),
     ]
     if config.report.fit and not wrong:
         lines, wrong = importlib.import_module(config.report.fit).told(config, held.path)
@@ -138,9 +142,11 @@ def _chosen(given: argparse.Namespace) -> tuple[Config, Path, list[str]]:
     if given.resume:
         if folder is None and file is not None:
             folder = file.parent if file.name == "config.yaml" else Path(load(file, overrides).run.dir)
-        if folder in (None, Path()):
+        if folder in (None, Path()) and file is not None and keeps_copies(load(file, overrides)):
+            folder = None  # a new one
+        elif folder in (None, Path()):
             raise LaunchError("--resume: which run? Name its folder: rubato launch --resume runs/NAME-DATE")
-        if os.path.exists(folder / "config.yaml"):  # unlike Path.exists, it takes a name too long for an answer
+        elif os.path.exists(folder / "config.yaml"):  # unlike Path.exists, it takes a name too long for an answer
             return _resumed(folder, file, overrides, update_code=given.update_code)
     if file is None:
         if given.resume:

@@ -7,7 +7,7 @@ import secrets
 import shlex
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -25,6 +25,8 @@ from rubato.runtime.observe.trace import wall_s
 
 PREFIX = "rubato-"
 """Of folders of sockets."""
+ADDRESSES = ("state.url", "checkpoint.mirror")
+"""Keys whose values may hold a password, so that no change of one is written down."""
 CHANGES = "changes.jsonl"
 """A line for each resumption with other values: `unix_s`, and `changed`, each with its `key`, `old` and `new`."""
 
@@ -155,6 +157,27 @@ class RunFolder:
                 f"Add {self._words.resume} to go on, {self._words.force} to overwrite, or {self._words.other}."
             )
 
+    def bring(self, bring: Callable[[Path], list[str]], config: str, model: str) -> list[str]:
+        """Make this the folder of a run that is to be resumed, with what `bring` brings into it; returns what that returns.
+
+        Raises LaunchError where it holds a run, or other files.
+        """
+        try:
+            self._check(resume=False, force=False, model=model)
+            self._take_lock()
+            try:
+                self._check_new(resume=False, force=False)
+                told = bring(self.path)
+                with os.fdopen(os.open(self.config, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+                    file.write(config)
+            finally:
+                self.close()
+                if [entry.name for entry in self.path.iterdir()] == [".lock"]:
+                    shutil.rmtree(self.path, ignore_errors=True)
+        except OSError as error:
+            raise self._unusable(error) from error
+        return told
+
     def commit(self) -> None:
         """The launch is sure to start: what it replaces goes."""
         aside = self.path / REPLACED
@@ -176,7 +199,7 @@ class RunFolder:
             old, new = (parse(path.read_text(), str(path)).tree for path in places)
         except (ConfigError, FileNotFoundError):
             return []  # the one before was killed before its config was whole
-        return [each for each in differing(old, new) if each.old is not None and each.key != "state.url"]
+        return [each for each in differing(old, new) if each.old is not None and each.key not in ADDRESSES]
 
     def write(self, card: RunCard) -> None:
         """Publish the card atomically, 0600."""

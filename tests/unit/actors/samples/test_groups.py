@@ -462,6 +462,20 @@ def test_a_group_that_runs_again_although_it_was_trained_is_taken_from_its_holde
     assert [end.trajectory_id for end in again.take_changes().ends] == ["g00000000.0", "g00000000.1"]
 
 
+def test_a_new_store_passes_over_what_earlier_steps_may_have_trained(groups):
+    train(groups, 1)
+    second = train(groups, 2)
+    told = receipt(groups, 2)
+    new = Groups(LIMITS, 2)
+    new.restore(Training(), [], 0.0)
+
+    new.cover([told])
+
+    assert list(new.trained) == second
+    assert new.training.cursor == told.cursor
+    assert not new.live
+
+
 def test_a_failed_member_that_the_store_forgot_ends_as_the_checkpoint_says(groups):
     ends = (
         SampleEnd("g00000000.0", "g00000000", 2, 0, "failed", 0, 0, NOTHING, "env_timeout"),

@@ -1,0 +1,178 @@
+"""Copies of checkpoints in a mirror: whole or not there, of the latest trainer alone, and read back as they were."""
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from rubato.actors.checkpoints import checkpoint, mirror
+from rubato.actors.checkpoints.mirror import COMPLETE, Claim, Copy, Gone, Mirror, MirrorError, Superseded
+from rubato.runtime.errors import ConfigError
+
+FIRST, SECOND = Claim(1, "aaaaaaaa"), Claim(2, "00000000")
+
+
+def saved(run: Path, step: int, files=None) -> Path:
+    folder = run / "checkpoints" / f"step_{step}"
+    checkpoint.write(folder, files or {"model.safetensors": b"w" * 1000, "optimizer/state": bytes([step])}, step=step, epoch=1)
+    return folder
+
+
+def copied(at: Mirror, run: Path, step: int, claim=FIRST) -> Copy:
+    copy = Copy(claim, step)
+    at.put(copy, saved(run, step), "line", [run / "metrics.jsonl"])
+    return copy
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1}\n')
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    return tmp_path / "mirror"
+
+
+def test_what_was_copied_comes_back_as_it_was_with_the_rows_of_its_steps(run, place, tmp_path):
+    copied(Mirror(str(place)), run, 3)
+    (tmp_path / "new").mkdir()
+
+    found = mirror.bring(str(place), tmp_path / "new")
+
+    assert (found.step, found.passed_over) == (3, [])
+    assert checkpoint.newest(tmp_path / "new" / "checkpoints") == (tmp_path / "new" / "checkpoints" / "step_3", [])
+    assert (tmp_path / "new" / "checkpoints" / "step_3" / "optimizer" / "state").read_bytes() == b"\3"
+    assert (tmp_path / "new" / "metrics.jsonl").read_text() == '{"step": 1}\n'
+
+
+@pytest.mark.parametrize("torn", ["complete.json", "manifest.json", "model.safetensors"])
+def test_a_torn_copy_is_passed_over_for_the_one_before(run, place, tmp_path, torn):
+    at = Mirror(str(place))
+    copied(at, run, 3)
+    broken = place / copied(at, run, 4).name / torn
+    if torn == COMPLETE:
+        broken.unlink()
+    else:
+        broken.write_bytes(broken.read_bytes()[:-1])
+    (tmp_path / "new").mkdir()
+
+    found = mirror.bring(str(place), tmp_path / "new")
+
+    assert found.step == 3
+    assert len(found.passed_over) == 1
+    assert "step_4" in found.passed_over[0]
+
+
+def test_an_upload_that_breaks_off_leaves_no_whole_copy(run, place):
+    at = Mirror(str(place))
+    copied(at, run, 3)
+
+    def breaks():
+        raise MirrorError("cut")
+
+    at.moved = breaks
+    with pytest.raises(MirrorError, match="cut"):
+        copied(at, run, 4)
+
+    assert [copy.step for copy in at.copies()] == [3, 4]
+    assert [copy.step for copy in at.copies() if at.complete(copy)] == [3]
+    assert mirror.look(str(place)).step == 3
+
+
+def test_a_trainer_that_was_replaced_completes_no_copy(run, place):
+    old, new = Mirror(str(place)), Mirror(str(place))
+    old.claim(FIRST)
+    new.claim(SECOND)
+
+    with pytest.raises(Superseded, match="a trainer of epoch 2 took over"):
+        copied(old, run, 9)
+
+    assert old.complete(Copy(FIRST, 9)) is None
+    with pytest.raises(Superseded):
+        old.claim(FIRST)
+    assert new.claims() == [SECOND]
+
+
+def test_of_copies_that_of_the_latest_trainer_is_gone_on_from_however_far_another_came(run, place, tmp_path):
+    at = Mirror(str(place))
+    copied(at, run, 9, FIRST)
+    copied(at, run, 4, SECOND)
+    (tmp_path / "new").mkdir()
+
+    assert mirror.bring(str(place), tmp_path / "new").step == 4
+
+
+def test_a_run_that_is_brought_back_fences_every_trainer_that_claimed_the_mirror(run, place, tmp_path):
+    at = Mirror(str(place))
+    copied(at, run, 3)
+    at.claim(Claim(7, "ffffffff"))
+    (tmp_path / "new").mkdir()
+
+    mirror.bring(str(place), tmp_path / "new")
+
+    assert checkpoint.newest_epoch(tmp_path / "new" / "checkpoints") == 8
+    with pytest.raises(Superseded):
+        at.hold(Claim(7, "ffffffff"))
+
+
+def test_a_damaged_checkpoint_is_not_copied(run, place):
+    folder = saved(run, 3)
+    (folder / "model.safetensors").write_bytes(b"x" * 1000)
+
+    with pytest.raises(MirrorError, match="differs from its manifest"):
+        Mirror(str(place)).put(Copy(FIRST, 3), folder, "line")
+    with pytest.raises(Gone):
+        Mirror(str(place)).put(Copy(FIRST, 4), run / "checkpoints" / "step_4", "line")
+
+
+def test_a_copy_whose_names_lead_elsewhere_is_refused(run, place, tmp_path):
+    at = Mirror(str(place))
+    copy = copied(at, run, 3)
+    told = msgspec.json.decode((place / copy.name / COMPLETE).read_bytes())
+    told["files"]["../../outside"] = [1, "00"]
+    (place / copy.name / COMPLETE).write_bytes(json.dumps(told).encode())
+    (tmp_path / "new").mkdir()
+
+    with pytest.raises(MirrorError, match="is no file of a checkpoint"):
+        mirror.bring(str(place), tmp_path / "new")
+
+
+def test_an_empty_mirror_has_nothing_to_go_on_from(place, tmp_path):
+    with pytest.raises(MirrorError, match="holds no checkpoint to go on from"):
+        mirror.bring(str(place), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("copies/run", "neither a whole path nor a URL"),
+        ("foo://bucket/run", "there is no foo://"),
+        ("adl://user:hunter2@store/run", "adl:// needs"),
+    ],
+)
+def test_a_wrong_url_is_one_sentence_without_its_password(url, said):
+    with pytest.raises(ConfigError, match=said) as told:
+        mirror.check_url(url)
+
+    assert "hunter2" not in str(told.value)
+    assert "\n" not in str(told.value)
+
+
+def test_a_folder_whose_parent_is_missing_is_refused(tmp_path):
+    with pytest.raises(MirrorError, match=f"there is no {tmp_path}/nowhere"):
+        mirror.look(f"{tmp_path}/nowhere/mirror")
+
+
+def test_secrets_of_a_url_are_in_no_sentence(tmp_path):
+    url = "ftp://me:hunter2@127.0.0.1:9/run?token=sesame"
+
+    with pytest.raises(MirrorError) as told:
+        mirror.look(url)
+
+    assert "127.0.0.1" in str(told.value)
+    assert "hunter2" not in str(told.value)
+    assert "sesame" not in str(told.value)
