@@ -521,6 +521,8 @@ class Groups:
                 else:
                     self._open()
                 self.changes.training = True
+        if given and (newest := max(each.step for each in given)) > self.training.version:
+            self.training.version, self.changes.training = newest, True
         for plugin in self.plugins if forgot else ():
             plugin.forgotten(max(given, key=lambda receipt: receipt.step))
 

@@ -43,6 +43,7 @@ FEW = {
 
 SHORT = {
     "alpha_live": ([], r"α auto: \S+ s to the goal"),
+    "failures": ([], r'"useful_frac": 0\.\d+, "useful_frac_whole": 0\.\d+, "hits": 2'),
     "fit": ([], r"adapter +\d+ MB measured"),
     "multiplexing": ([], r"short: cost efficiency \d"),
     "orchestrator": ([], r"uniform: off [\d.]+ s, on [\d.]+ s.*virtual"),

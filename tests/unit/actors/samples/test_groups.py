@@ -474,6 +474,7 @@ def test_a_new_store_passes_over_what_earlier_steps_may_have_trained(groups):
     assert list(new.trained) == second
     assert new.training.cursor == told.cursor
     assert not new.live
+    assert new.policy.version == 2  # what is sampled before the trainer is there waits for its weights
 
 
 def test_a_failed_member_that_the_store_forgot_ends_as_the_checkpoint_says(groups):
