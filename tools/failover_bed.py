@@ -1,10 +1,11 @@
 """A Redis that fails over, of real processes on this host: a master, its replicas, and three sentinels that watch them."""
 
 import asyncio
+import secrets
 import signal
 import socket
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,6 +19,7 @@ SERVICE = "state"
 LOOK_S = 0.05
 """No server tells another process when it becomes what is waited for."""
 PATIENCE_S = 60.0
+FIRST_PORT, PORTS = 20000, 12000
 
 SERVER = """\
 port {port}
@@ -204,11 +206,12 @@ async def failover_bed(folder: Path, program: Path, **options: Any) -> AsyncGene
 
 
 def free_ports(count: int) -> Sequence[int]:
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
+    """Below those that the system gives to connections, which could take one before its server does."""
+    found = list[int]()
+    while len(found) < count:
+        with suppress(OSError), socket.create_server(("127.0.0.1", FIRST_PORT + secrets.randbelow(PORTS))) as probe:
+            found.append(probe.getsockname()[1])
+    return found if len(set(found)) == count else free_ports(count)
 
 
 async def eventually(holds: Callable[[], Any], patience_s: float = PATIENCE_S) -> None:

@@ -11,7 +11,9 @@ from urllib.parse import parse_qsl, urlsplit
 
 from redis.asyncio import Redis
 from redis.asyncio.connection import parse_url
+from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import MasterNotFoundError, Sentinel, SentinelConnectionPool
+from redis.backoff import NoBackoff
 from redis.exceptions import AuthenticationError, NoPermissionError, RedisError
 
 from rubato.bus.address import is_loopback
@@ -34,6 +36,9 @@ AGAIN_S = 1.0
 
 SWITCHED = "+switch-master"
 """What sentinels publish once a replica has become the master."""
+
+LINK: Mapping[str, Any] = {"protocol": 2, "socket_connect_timeout": ANSWER_S, "socket_timeout": None, "socket_keepalive": True}
+"""Of a connection to a sentinel: `watch` waits on one for as long as it takes."""
 
 OPTIONS = frozenset({"sentinel_username", "sentinel_password"})
 """Beside these, options of TLS (`ssl_…`) may stand behind the `?`."""
@@ -93,8 +98,8 @@ def _host(text: str) -> tuple[str, int]:
 class Sentinels(Sentinel):
     """The sentinels of `where`, asked one after the other. The one that answered last is asked first."""
 
-    def __init__(self, where: SentinelUrl, **options: Any) -> None:
-        super().__init__(where.hosts, sentinel_kwargs={**options, **where.sentinel})
+    def __init__(self, where: SentinelUrl) -> None:
+        super().__init__(where.hosts, sentinel_kwargs={**LINK, "retry": Retry(NoBackoff(), 0), **where.sentinel})
         self.where = where
         self._names = {id(sentinel): f"{host}:{port}" for sentinel, (host, port) in zip(self.sentinels, where.hosts, strict=True)}
         self.newest: Mapping[str, Any] = {"config-epoch": 0}
@@ -157,13 +162,12 @@ class _MasterPool(SentinelConnectionPool):
 def connect(url: str, **options: Any) -> Redis:
     """A client of the master, wherever it is at the time of a call; `options` are of each connection. Nothing is contacted yet."""
     where = parse(url)
-    link = {name: value for name, value in options.items() if name != "max_connections"}
-    return Redis.from_pool(_MasterPool(where.service, Sentinels(where, **link), **options, **where.server))
+    return Redis.from_pool(_MasterPool(where.service, Sentinels(where), **options, **where.server))
 
 
 async def watch(url: str, told: Told) -> None:
     """Call `told` with the address of the master before and after, each time that it changes; until cancelled."""
-    sentinels = Sentinels(parse(url), socket_connect_timeout=ANSWER_S, socket_keepalive=True)
+    sentinels = Sentinels(parse(url))
     before, task = "", asyncio.current_task()
     while True:
         for sentinel in tuple(sentinels.sentinels):
@@ -185,7 +189,7 @@ def way_to_master(url: str) -> Callable[[], Awaitable[Ends]] | None:
     where = parse(url)
     if not all(is_loopback(host) for host, _ in where.hosts) or where.sentinel.get("ssl"):
         return None
-    return _Way(Sentinels(where, socket_connect_timeout=ANSWER_S)).connect
+    return _Way(Sentinels(where)).connect
 
 
 class _Way:

@@ -18,7 +18,7 @@ BENCHES = ROOT / "tools" / "bench"
 
 OWN = {
     "drains": "integration/test_drains_bench.py",
-    "failovers": "integration/test_redis_failover.py",
+    "failovers": "integration/test_failovers.py",
     "gateway": "integration/test_gateway_bench.py",
     "padding": "unit/tools/test_padding.py",
     "parts": "integration/test_parts_bench.py",

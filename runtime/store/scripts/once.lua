@@ -15,7 +15,8 @@ end
 local function replay()
   local number, reply = string.match(redis.call('GET', KEYS[1]) or '', '^(%d+):(.*)$')
   if number == ARGV[1] then
-    -- Written once more: WAIT takes a connection that wrote nothing for one whose writes have all arrived. DEL needs no memory, see room.lua.
+    -- Written once more: WAIT of newer servers takes a connection that wrote nothing for one whose writes have all arrived.
+    -- DEL needs no memory, see room.lua.
     redis.call('DEL', KEYS[1])
     return answer(tonumber(reply))
   end
