@@ -7,6 +7,7 @@ again with --resume; *whole* is what a job does that knows no supervision: whate
 newest checkpoint. Both save every step. The trainer is scripted and its steps are paced: each lasts --pace-s, which no hardware here computes;
 processes, recoveries and checkpoints are real. `useful_frac` is steps × pace ÷ the time from the first step's begin to the last one's row.
 `recovery_s` is by role the median of what a hit cost: the time of the steps that it touched, less their pace.
+`computed` is no measurement: what hits cost here, put into other lengths of steps and five seeds.
 """
 
 import argparse
@@ -19,7 +20,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +34,9 @@ from tools.chaos_job import Job  # noqa: E402
 
 ROLES = ("engine", "env_manager", "trainer", "sample_buffer", "llm_proxy", "redis", "host")
 """Of which a hit draws one; *host* is the launcher with all below it."""
+PACES_S = (5.0, 20.0, 60.0, 300.0)
+"""Lengths of steps for which the useful share is computed from what hits cost."""
+COMPUTED_SEEDS = (1, 2, 3, 4, 5)
 HOWS = ("rubato", "whole")
 STUCK_S = 300.0
 """Longest time beyond its pace that a step may take."""
@@ -71,7 +75,8 @@ class Played(NamedTuple):
     """One run."""
 
     useful_frac: float
-    recoveries: list[tuple[str, float]]
+    recoveries: list[tuple[str, float, float]]
+    """Of each hit the role, its place within its step as a share of the pace, and what it cost in seconds."""
 
 
 def clock() -> float:
@@ -115,7 +120,7 @@ async def played(place: Path, hits: Sequence[Hit], steps: int, pace_s: float, *,
     spent = times[steps] - begin
     cuts = [*(hit.step for hit in hits), steps]
     cost = [
-        (hit.role, max(0.0, times[until_] - times[hit.step] - (until_ - hit.step) * pace_s))
+        (hit.role, hit.share, max(0.0, times[until_] - times[hit.step] - (until_ - hit.step) * pace_s))
         for hit, until_ in zip(hits, cuts[1:], strict=True)
     ]
     return Played(steps * pace_s / spent, cost)
@@ -164,7 +169,7 @@ async def measured(seeds: Sequence[int], steps: int, pace_s: float, every: int, 
         if run.returncode:
             raise SystemExit(run.returncode)
         done = found[how][seed] = Played(*json.loads(out))
-        cost = ", ".join(f"{role} {seconds:.1f} s" for role, seconds in done.recoveries)
+        cost = ", ".join(f"{role} {seconds:.1f} s" for role, _, seconds in done.recoveries)
         print(f"seed {seed}, {how}: useful {done.useful_frac:.3f} ({cost})", flush=True)
 
     async with asyncio.TaskGroup() as tasks:
@@ -172,19 +177,45 @@ async def measured(seeds: Sequence[int], steps: int, pace_s: float, every: int, 
             for how in HOWS:
                 tasks.create_task(play(seed, how))
     by_role: dict[str, list[float]] = {}
-    for role, seconds in (each for run in found["rubato"].values() for each in run.recoveries):
+    hits = {how: [each for run in runs.values() for each in run.recoveries] for how, runs in found.items()}
+    for role, _, seconds in hits["rubato"]:
         by_role.setdefault(role, []).append(seconds)
-    whole = [seconds for run in found["whole"].values() for _, seconds in run.recoveries]
     return {
         "useful_frac": round(statistics.fmean(run.useful_frac for run in found["rubato"].values()), 4),
         "useful_frac_whole": round(statistics.fmean(run.useful_frac for run in found["whole"].values()), 4),
-        "hits": sum(len(run.recoveries) for run in found["rubato"].values()),
+        "hits": len(hits["rubato"]),
         "recovery_s": {role: round(statistics.median(each), 2) for role, each in sorted(by_role.items())},
-        "recovery_s_whole": round(statistics.median(whole), 2),
+        "recovery_s_whole": round(statistics.median(seconds for _, _, seconds in hits["whole"]), 2),
         "steps": steps,
         "pace_s": pace_s,
         "seeds": list(seeds),
+        "each": hits,
+        "computed": {str(pace): computed(hits, pace_s, pace, steps, every) for pace in PACES_S},
     }
+
+
+def computed(
+    hits: Mapping[str, Sequence[tuple[str, float, float]]], played_s: float, pace_s: float, steps: int, every: int
+) -> dict[str, float]:
+    """Useful shares over five seeds at steps of `pace_s`: a hit costs its role's median seconds, of which those of the step that is done
+    again grow with the pace. A role that was never hit costs what the dearest one does."""
+    found: dict[str, float] = {}
+    for how, told in hits.items():
+        fixed: dict[str, list[float]] = {}
+        for role, share, seconds in told:
+            fixed.setdefault(role, []).append(max(0.0, seconds - share * played_s * _redone(role, how)))
+        costs = {role: statistics.median(each) for role, each in fixed.items()}
+        dearest, fracs = max(costs.values(), default=0.0), list[float]()
+        for seed in COMPUTED_SEEDS:
+            lost = sum(costs.get(hit.role, dearest) + hit.share * pace_s * _redone(hit.role, how) for hit in hits_of(seed, steps, every))
+            fracs.append(steps * pace_s / (steps * pace_s + lost))
+        found["useful_frac" if how == "rubato" else "useful_frac_whole"] = round(statistics.fmean(fracs), 4)
+    return found
+
+
+def _redone(role: str, how: str) -> bool:
+    """Whether a hit has the trainer begin its step again."""
+    return how == "whole" or role in ("trainer", "host")
 
 
 async def played_alone(how: str, seed: int, steps: int, pace_s: float, every: int) -> Played:

@@ -220,3 +220,36 @@ def test_a_name_too_long_is_refused(tmp_path):
 
 def _names(folder: Path) -> list[str]:
     return sorted(entry.name for entry in folder.iterdir())
+
+
+def test_a_folder_is_made_anew_for_a_run_that_comes_back_and_can_be_resumed(tmp_path):
+    def bring(folder):
+        (folder / "checkpoints" / "step_3").mkdir(parents=True)
+        return ["after step 3"]
+
+    assert RunFolder(tmp_path / "run").bring(bring, "run: {}\n", "") == ["after step 3"]
+
+    again = RunFolder(tmp_path / "run")
+    again.open(resume=True, force=False)
+    again.close()
+    assert (tmp_path / "run" / "config.yaml").stat().st_mode & 0o777 == 0o600
+
+
+def test_where_nothing_could_be_brought_no_folder_is_left(tmp_path):
+    def fails(folder):
+        raise LaunchError("nothing there")
+
+    with pytest.raises(LaunchError, match="nothing there"):
+        RunFolder(tmp_path / "run").bring(fails, "", "")
+
+    assert not (tmp_path / "run").exists()
+
+
+def test_nothing_is_brought_into_a_folder_that_holds_a_run(killed):
+    path, _ = killed
+    (path / "metrics.jsonl").write_text('{"step": 1}\n')
+
+    with pytest.raises(LaunchError, match="already holds a run"):
+        RunFolder(path).bring(lambda folder: pytest.fail("it was asked for"), "", "")
+
+    assert (path / "metrics.jsonl").read_text() == '{"step": 1}\n'
