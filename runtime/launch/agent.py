@@ -329,34 +329,40 @@ class NodeAgent(HostBlobs):
         self._watch.sees(death.name, "dead", detail, f"actors.{role_of(death.name)}.restarts={death.limit}")
 
     async def _watch_job(self) -> None:
-        """Look at the processes, and tell of each stage that is blocked for `run.watch_s`, once until it moves, and of a Store without room.
-
-        A slow stage is only logged: a job's slowest stage is no news.
-        """
+        """Look at the processes of this host; on the first one, and where its figures are asked for, at the job."""
         full = ""
         while True:
             await asyncio.sleep(LOOK_S)
             for name in self.host.names():
                 self._watch.stopped(name, now=self.host.is_stopped(name))
-            try:
-                seen, said = await list_seen(self.store), await self.store.full()
-            except StoreUnavailable:
-                continue
-            self.seen = Seen(seen, asyncio.get_running_loop().time())
-            if not self.job.state.url:  # it writes to the run's own disk, which is all that it can be short of
-                state = self.run.folder / "state"
-                self.room(STORE, str(state) if said else "", free_bytes(state) if said else 0)
-            elif said != full:
-                full = said
-                self.log.warning("store_room", full=full)
-                self.screen.notice(full or "the Store takes writes again: the run goes on")
-            silent = {one.record.name: one.silent_s for one in seen}
-            rows = snapshot("", [one.record for one in seen], [], {}, silent=silent)["blocked"]
-            for row in self._watch.overdue(rows, asyncio.get_running_loop().time(), self.job.run.watch_s):
-                line = blocked_line(row) + (f"; limit {row['limit']}" if row["limit"] else "")
-                self.log.warning("blocked", kind=row["kind"], stage=row["stage"], holder=row["holder"], line=line)
-                if row["kind"] != "slow":
-                    self.screen.notice(line)
+            # If each host looked at all actors, the Store's work would grow with the square of the hosts.
+            if self.name == NODE or self.job.host.listen:
+                full = await self._look(full)
+
+    async def _look(self, full: str) -> str:
+        """Tell of each stage that is blocked for `run.watch_s`, once until it moves, and of a Store without room, where it was `full` before.
+
+        A slow stage is only logged: a job's slowest stage is no news.
+        """
+        try:
+            seen, said = await list_seen(self.store), await self.store.full()
+        except StoreUnavailable:
+            return full
+        self.seen = Seen(seen, asyncio.get_running_loop().time())
+        if not self.job.state.url:  # it writes to the run's own disk, which is all that it can be short of
+            state = self.run.folder / "state"
+            self.room(STORE, str(state) if said else "", free_bytes(state) if said else 0)
+        elif said != full:
+            self.log.warning("store_room", full=said)
+            self.screen.notice(said or "the Store takes writes again: the run goes on")
+        silent = {one.record.name: one.silent_s for one in seen}
+        rows = snapshot("", [one.record for one in seen], [], {}, silent=silent)["blocked"]
+        for row in self._watch.overdue(rows, asyncio.get_running_loop().time(), self.job.run.watch_s):
+            line = blocked_line(row) + (f"; limit {row['limit']}" if row["limit"] else "")
+            self.log.warning("blocked", kind=row["kind"], stage=row["stage"], holder=row["holder"], line=line)
+            if row["kind"] != "slow":
+                self.screen.notice(line)
+        return said
 
     def room(self, source: str, path: str = "", free: int = 0) -> None:
         """`source` waits for room on the disk of `path`, or no more. The user is told once when the first does, and once when all have it."""

@@ -25,6 +25,8 @@ from rubato.runtime.store.redis import SENTINELS
 REDIS_PORT = 6379
 PIECE_BYTES = 64 * 1024
 WINDOW_BYTES = 1024 * 1024
+ACK_BYTES = WINDOW_BYTES // 4
+"""Taken bytes are acknowledged together: most of what passes is far smaller than its acknowledgement is worth."""
 MAX_STREAMS = 4096
 """Of all hosts together: some 80 connections per process that joined. Further ones are ended at once, and tried again."""
 
@@ -119,13 +121,17 @@ class GateStream:
         self.end()
 
     async def _receive(self, writer: asyncio.StreamWriter) -> None:
+        taken = 0
         with suppress(OSError):
             while True:
                 data = await self._inbox.get()
                 writer.write(data)
                 await writer.drain()
                 self._held -= len(data)
-                self.post(StreamTaken(self._number, len(data)))
+                taken += len(data)
+                if taken >= ACK_BYTES:
+                    self.post(StreamTaken(self._number, taken))
+                    taken = 0
         self.end()
 
 

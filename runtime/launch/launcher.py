@@ -469,7 +469,7 @@ async def _follow(agent: NodeAgent, lease_s: float) -> None:
         with suppress(StoreUnavailable, TimeoutError):
             async with asyncio.timeout(max(LOOK_S, seen + lease_s - clock())):
                 there = await agent.store.leases(f"actor/{NODE}")
-            if there:
+            if f"actor/{NODE}" in there:  # of node-10 it is a prefix
                 seen = clock()
                 if told:
                     agent.screen.notice(f"the run is in reach again after {away_s:.0f} s", good=True)

@@ -9,7 +9,7 @@ from typing import NamedTuple, cast, get_args
 
 from rubato.runtime.monitor.views import ActorView, BlockedRow, Kind, StageRow, WaitRow
 from rubato.runtime.observe.figures import CLUSTER_STORE, OTHER_JOB, STORE
-from rubato.runtime.registry import BEAT_S, NODE
+from rubato.runtime.registry import BEAT_S, NODE, role_of
 
 SILENT_S = 2.5
 """Two heartbeats and a half: one may be late by a second and no more in a process that runs."""
@@ -41,19 +41,27 @@ class Processes:
         self._seen = {wait.what: wait for wait in waits if wait.actor in nodes and wait.stage in PROCESS}
         self.job_ends = any(wait.actor == NODE and wait.stage == ENDING for wait in waits)
         """Whether actors are drained and saved: one that is gone is no trouble then."""
-
-    def names(self) -> list[str]:
+        self.names = sorted({*self._actors, *(name for name, wait in self._seen.items() if wait.stage != "drained")})
         """Actors that are registered, or whose process a node agent watches."""
-        return sorted({*self._actors, *(name for name, wait in self._seen.items() if wait.stage != "drained")})
+        self._of_role: dict[str, list[str]] = {}
+        for name in self.names:
+            self._of_role.setdefault(role_of(name), []).append(name)
+        self._hosts = {actor["host"] for actor in actors if actor["role"] == NODE_ROLE and actor["silent_s"] <= SILENT_S}
+        self._unfit: dict[str, Health | None] = {}
 
     def instances(self, holder: str) -> list[str]:
         """The actor of that name, or all of that role, dead ones included."""
         if holder in self._actors or holder in self._seen:
             return [holder]
-        return [name for name in self.names() if name.rpartition("-")[0] == holder]
+        return self._of_role.get(holder, [])
 
     def unfit(self, name: str) -> Health | None:
         """What is wrong with the process of `name`; None where it runs as it should."""
+        if name not in self._unfit:
+            self._unfit[name] = self._look_at(name)
+        return self._unfit[name]
+
+    def _look_at(self, name: str) -> Health | None:
         seen, actor = self._seen.get(name), self._actors.get(name)
         if seen is not None and (actor is None or seen.stage != "starting"):
             return _as_seen(seen)
@@ -77,10 +85,7 @@ class Processes:
 
     def _watched(self, actor: ActorView) -> bool:
         """A node agent on its host would have said if it were dead or stopped."""
-        return any(
-            other["role"] == NODE_ROLE and other["host"] == actor["host"] and other["silent_s"] <= SILENT_S
-            for other in self._actors.values()
-        )
+        return actor["host"] in self._hosts
 
 
 PROCESS: dict[str, tuple[Kind, str]] = {
@@ -154,12 +159,14 @@ class Diagnosis:
         self._processes = Processes(actors, waits)
         self._stages = {actor["name"]: actor["stages"] for actor in actors}
         self._waits: dict[str, list[WaitRow]] = {}
+        self._about: dict[str, list[WaitRow]] = {}
         for wait in waits:
             self._waits.setdefault(wait.actor, []).append(wait)
+            self._about.setdefault(wait.what, []).append(wait)
 
     def rows(self) -> list[BlockedRow]:
         """One per blocked stage and culprit: processes first, then the longest waits."""
-        processes = ((name, self._processes.unfit(name)) for name in self._processes.names())
+        processes = ((name, self._processes.unfit(name)) for name in self._processes.names)
         found = [_process_row(name, bad) for name, bad in processes if bad is not None and bad is not DRAINING]
         told: set[tuple[str, ...]] = set()
         fit = [wait for actor in self._waits if not self._processes.unfit(actor) for wait in self._waits[actor]]
@@ -249,8 +256,7 @@ class Diagnosis:
     def _askers(self, wait: WaitRow) -> set[str]:
         """Actors for which the actor of `wait` waits: itself, and those that asked it for the same thing."""
         name = wait.actor
-        waits = (w for waits in self._waits.values() for w in waits if w.what == wait.what)
-        return {name} | {w.actor for w in waits if self._idle(w) and name in self._processes.instances(w.holder)}
+        return {name} | {w.actor for w in self._about.get(wait.what, []) if self._idle(w) and name in self._processes.instances(w.holder)}
 
     def _refusal(self, asker: str, holder: str) -> WaitRow | None:
         return next((w for w in self._waits.get(asker, []) if w.stage == "refused" and w.holder == holder), None)
