@@ -5,7 +5,7 @@ import itertools
 import os
 import signal
 import sys
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -50,6 +50,9 @@ class PlacerBed(Protocol):
     async def lose_launcher(self) -> int:
         """Place a host that stays and one that is deaf, lose the launcher without a word, and return what is left in time."""
         ...
+
+    leave: Callable[[], Awaitable[None]] | None
+    """An earlier launcher of the same run placed a host, which outlives it; None where none does."""
 
 
 # -- without any process ------------------------------------------------------------------------------------------
@@ -117,6 +120,8 @@ class ScriptedPlacer:
 
 
 class ScriptedBed:
+    leave = None
+
     def __init__(self) -> None:
         self.placer = ScriptedPlacer()
         self.impossible, self.later = HostSpec("none", 1, gpus=999), HostSpec("later", 1)
@@ -161,6 +166,7 @@ class ThisHostBed:
 
     lose = None
     later = None
+    leave = None
 
     def __init__(self, folder: Path, make: Callable[[Config, Path], Any] = ThisHost) -> None:
         config = from_mapping({"actors": {"idle": {"class": "rubato.runtime.actor:Actor"}}})

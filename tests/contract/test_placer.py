@@ -125,3 +125,14 @@ async def test_nothing_is_left_once_it_is_closed(bed):
 
 async def test_nothing_is_left_of_a_launcher_that_was_lost(bed):
     assert await bed.lose_launcher() == 0
+
+
+async def test_what_an_earlier_launcher_left_is_gone_once_the_next_one_has_a_host(bed):
+    if bed.leave is None:
+        pytest.skip("no host outlives its launcher")
+    await bed.leave()
+    before = bed.left()
+
+    await bed.placer.place(ANY, does("stay"))
+
+    assert (before, bed.left()) == (1, 1)
