@@ -39,6 +39,16 @@ async def installed_redis(tmp_path_factory: pytest.TempPathFactory) -> AsyncGene
     await server.stop()
 
 
+@pytest.fixture(scope="session")
+def ray_cluster():
+    """A Ray cluster of three nodes."""
+    pytest.importorskip("ray", reason="needs ray (extra `ray`)")
+    from tests.ray_cluster import three_nodes
+
+    with three_nodes() as nodes:
+        yield nodes
+
+
 LONGEST = ("test_orchestrrl_both_modes", "test_benches", "test_cluster", "test_admission")
 """Files that begin first: the last one would run alone, beside an idle process."""
 

@@ -9,6 +9,7 @@ import asyncio
 import signal
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -26,8 +27,11 @@ from rubato.runtime.observe.log import logger
 from rubato.runtime.registry import role_of
 from rubato.runtime.store.store import StoreUnavailable
 
-BACKENDS = {"here": "rubato.runtime.launch.here:ThisHost"}
+BACKENDS = {"here": "rubato.runtime.launch.here:ThisHost", "ray": "rubato.runtime.launch.ray.placer:RayPlacer"}
 """Short names of `launch.backend`; what is none of them is an import path."""
+
+EXTRAS = frozenset(("ray",))
+"""Back ends that need the package of their name, which the extra of that name brings."""
 
 RESTARTS, WINDOW_S = 5, 300.0
 """Hosts lost in place of one within the window, after which the job fails: as an actor's `restarts`."""
@@ -141,6 +145,8 @@ def placer_problems(config: Config) -> list[str]:
         check_module(_target(config), key="launch.backend")
     except ConfigError as error:
         return [f"{error} Or name one of {', '.join(BACKENDS)}."]
+    if (name := config.launch.backend) in EXTRAS and find_spec(name) is None:
+        return [f"launch.backend is {name}, but {name} is not installed. Install it with: pip install -e '.[{name}]'"]
     return []
 
 

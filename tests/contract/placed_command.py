@@ -1,5 +1,6 @@
 """`python -m tests.contract.placed_command WHAT…`: stands for the command that joins a host, and does one thing that such a command may do."""
 
+import os
 import signal
 import sys
 import time
@@ -12,6 +13,9 @@ def main(what: str, *rest: str) -> int:
         return int(rest[0])
     if what == "expect":  # TOKEN
         return 0 if token == rest[0] else 4
+    if what == "tell":  # VARIABLE
+        print(os.environ.get(rest[0]), file=sys.stderr)
+        return 0
     signal.signal(signal.SIGTERM, signal.SIG_IGN if what == "deaf" else lambda *_: sys.exit(130))
     print("up", flush=True)
     while True:
