@@ -40,13 +40,19 @@ async def installed_redis(tmp_path_factory: pytest.TempPathFactory) -> AsyncGene
 
 
 @pytest.fixture(scope="session")
-def ray_cluster():
-    """A Ray cluster of three nodes."""
+def ray_session():
     pytest.importorskip("ray", reason="needs ray (extra `ray`)")
     from tests.ray_cluster import three_nodes
 
     with three_nodes() as nodes:
         yield nodes
+
+
+@pytest.fixture
+def ray_cluster(ray_session):
+    """A Ray cluster of three nodes; those that an earlier test lost are there again."""
+    ray_session.make_whole()
+    return ray_session
 
 
 LONGEST = ("test_orchestrrl_both_modes", "test_benches", "test_cluster", "test_admission")

@@ -47,7 +47,8 @@ class ThreeNodes:
         """The nodes' TMPDIR."""
         self._cluster = Cluster()
         self._add({"num_cpus": 0, "include_dashboard": False, "_system_config": {"prestart_worker_first_driver": False}})
-        self._nodes = {self._add(kind).node_id: kind for kind in NODES}
+        self._nodes: dict[str, dict[str, Any]] = {}
+        self.make_whole()
         self.address: str = self._cluster.address
         ray.init(self.address, namespace="tests", log_to_driver=False, logging_level="ERROR")
         self.session = Path(self._cluster.head_node.get_session_dir_path())
@@ -79,11 +80,16 @@ class ThreeNodes:
         raise LookupError(name)
 
     def lose(self, node_id: str) -> None:
-        """Kill a node, and add one that is like it."""
+        """Kill a node."""
         node = next(node for node in self._cluster.list_all_nodes() if node.node_id == node_id)
         self._cluster.remove_node(node, allow_graceful=False)
-        kind = self._nodes.pop(node_id)
-        self._nodes[self._add(kind).node_id] = kind
+        del self._nodes[node_id]
+
+    def make_whole(self) -> None:
+        """Add a node for each that was lost."""
+        for kind in NODES:
+            if kind not in self._nodes.values():
+                self._nodes[self._add(kind).node_id] = kind
 
     def shutdown(self) -> None:
         self.ray.shutdown()

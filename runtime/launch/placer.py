@@ -145,9 +145,15 @@ def placer_problems(config: Config) -> list[str]:
         check_module(_target(config), key="launch.backend")
     except ConfigError as error:
         return [f"{error} Or name one of {', '.join(BACKENDS)}."]
-    if (name := config.launch.backend) in EXTRAS and find_spec(name) is None:
+    if (name := config.launch.backend) in EXTRAS and not _is_installed(name):
         return [f"launch.backend is {name}, but {name} is not installed. Install it with: pip install -e '.[{name}]'"]
     return []
+
+
+def _is_installed(package: str) -> bool:
+    """A folder of that name among the user's own is no package."""
+    found = find_spec(package)
+    return found is not None and found.origin is not None
 
 
 def _target(config: Config) -> str:

@@ -1,6 +1,7 @@
 """RayPlacer under the contract of placers, and what is Ray's alone, on three nodes of this host."""
 
 import asyncio
+import os
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from rubato.runtime.launch.placer import HostSpec, NotPlaced
 from tests.contract.placers import ANY, does
 from tests.contract.test_placer import *  # noqa: F403 - the contract
 from tests.contract.test_placer import end_of
+from tests.jobs import left_behind
 from tests.ray_cluster import RayBed, commands_running, placer_for, ray_bed
 
 pytestmark = pytest.mark.slow
@@ -128,3 +130,18 @@ async def test_where_the_helper_dies_its_hosts_are_lost_and_the_next_host_has_an
     assert ending.sentence.startswith("the process that speaks to Ray ended")
     assert again.id != host.id
     assert bed.left() == 1
+
+
+async def test_without_a_cluster_one_of_this_host_is_begun_and_ends_with_the_placer(tmp_path):
+    pytest.importorskip("ray", reason="needs ray (extra `ray`)")
+    placer = placer_for("local", tmp_path)
+    host = await placer.place(ANY, does("exit", "0", "it ran"))
+    ending = await end_of(host)
+    session = Path(os.readlink("/tmp/ray/session_latest")).name
+    running = left_behind(Path(session))
+
+    await placer.close()
+
+    assert ending.sentence == "it ran"
+    assert running != []
+    assert left_behind(Path(session)) == []

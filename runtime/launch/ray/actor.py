@@ -14,6 +14,7 @@ from typing import Any
 
 from rubato.runtime.config.sections import DEVICES
 from rubato.runtime.launch.children import start_module
+from rubato.runtime.launch.folder import MAX_TEMPORARY_BYTES
 
 OUTPUT_BYTES = 64 << 10
 """Of its output the end is kept, for its log on the first host."""
@@ -40,11 +41,12 @@ class HostActor:
         loop, ray = asyncio.get_running_loop(), _ray()
         gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
         folder, held = await loop.run_in_executor(None, _own_folder)
+        temporary = {"TMPDIR": folder} if len(os.fsencode(folder)) <= MAX_TEMPORARY_BYTES else {}
         output = bytearray()
         try:
             process = await start_module(
                 module, *arguments,
-                more={DEVICES: ",".join(map(str, gpus)), "TMPDIR": folder}, cwd=folder, start_new_session=True,
+                more={DEVICES: ",".join(map(str, gpus)), **temporary}, cwd=folder, start_new_session=True,
                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
             )  # fmt: skip
             assert process.stdin is not None

@@ -237,7 +237,7 @@ def test_a_job_without_hosts_needs_no_placer():
 def test_a_backend_that_is_not_there_is_told_before_anything_starts():
     found = placer_problems(from_mapping(JOB, ["launch.backend=nowhere:Placer"]))
 
-    assert found == ["launch.backend: nowhere:Placer does not exist: there is no module nowhere. Or name one of here."]
+    assert found == ["launch.backend: nowhere:Placer does not exist: there is no module nowhere. Or name one of here, ray."]
 
 
 WRONG = [
