@@ -1,7 +1,7 @@
 """RayPlacer under the contract of placers, and what is Ray's alone, on three nodes of this host."""
 
 import asyncio
-import os
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,6 @@ from rubato.runtime.launch.placer import HostSpec, NotPlaced
 from tests.contract.placers import ANY, does
 from tests.contract.test_placer import *  # noqa: F403 - the contract
 from tests.contract.test_placer import end_of
-from tests.jobs import left_behind
 from tests.ray_cluster import RayBed, commands_running, placer_for, ray_bed
 
 pytestmark = pytest.mark.slow
@@ -78,15 +77,43 @@ async def test_the_folder_of_a_host_goes_with_it_or_with_the_next_one_where_it_w
     assert folders() == []
 
 
-async def test_the_token_is_in_no_file_of_ray_and_on_no_command_line(bed, ray_cluster, tmp_path):
+async def test_the_token_is_in_no_file_of_ray_on_no_command_line_and_not_in_its_store(bed, ray_cluster, tmp_path):
     host = await bed.placer.place(ANY, does("stay", token=TOKEN))
     await bed.up(host)
-    lines = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    lines = [line for _, line in processes()]
     session = [path for path in ray_cluster.session.rglob("*") if path.is_file()]
+    store = [pid for pid, line in processes() if b"gcs_server" in line and str(ray_cluster.session).encode() in line]
+    helpers = [pid for pid, line in processes() if b"rubato.runtime.launch.ray.helper" in line]
 
     assert [line for line in lines if TOKEN.encode() in line] == []
     assert [path for path in [*session, *tmp_path.rglob("*.log")] if TOKEN.encode() in path.read_bytes()] == []
     assert any(path.name.startswith("gcs_server") for path in session)
+    assert [holds(pid, TOKEN.encode()) for pid in store] == [False]
+    assert any(holds(pid, TOKEN.encode()) for pid in helpers)
+
+
+def processes() -> list[tuple[str, bytes]]:
+    """Ids and command lines."""
+    found: list[tuple[str, bytes]] = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            found.append((process.name, (process / "cmdline").read_bytes()))
+    return found
+
+
+def holds(pid: str, text: bytes) -> bool:
+    """Whether what a process has written to its memory has `text` in it."""
+    process = Path("/proc") / pid
+    with (process / "mem").open("rb", 0) as memory:
+        for line in (process / "maps").read_text().splitlines():
+            span, rights = line.split()[:2]
+            first, last = (int(end, 16) for end in span.split("-"))
+            if rights.startswith("rw") and "/dev/shm" not in line:
+                with suppress(OSError):
+                    memory.seek(first)
+                    if text in memory.read(last - first):
+                        return True
+    return False
 
 
 @pytest.mark.parametrize(
@@ -137,11 +164,17 @@ async def test_without_a_cluster_one_of_this_host_is_begun_and_ends_with_the_pla
     placer = placer_for("local", tmp_path)
     host = await placer.place(ANY, does("exit", "0", "it ran"))
     ending = await end_of(host)
-    session = Path(os.readlink("/tmp/ray/session_latest")).name
-    running = left_behind(Path(session))
+    parent = f"\nPPid:\t{placer._helper._transport.get_pid()}\n"
+    cluster = [pid for pid, _ in processes() if parent in status_of(pid)]
 
     await placer.close()
 
     assert ending.sentence == "it ran"
-    assert running != []
-    assert left_behind(Path(session)) == []
+    assert cluster != []
+    assert [pid for pid in cluster if status_of(pid)] == []
+
+
+def status_of(pid: str) -> str:
+    with suppress(OSError):
+        return (Path("/proc") / pid / "status").read_text()
+    return ""

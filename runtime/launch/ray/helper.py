@@ -147,6 +147,14 @@ def _told(given: str, address: str) -> str:
     return f"launch.address={given}" if given == address else f"RAY_ADDRESS={address}"
 
 
+def _why_not(name: str, error: BaseException) -> str:
+    if isinstance(error, Unusable):
+        return str(error)
+    if "No module named 'rubato" in str(error):
+        return "a node of the Ray cluster has no rubato among its packages: install on each node what the launching host has."
+    return f"Ray can't start {name}: {_line(error)}"
+
+
 def _line(error: BaseException) -> str:
     return " ".join(str(error).split())[:LONGEST_WHY] or type(error).__name__
 
@@ -212,8 +220,7 @@ class Host:
                 renewing.cancel()
         except Exception as error:  # noqa: BLE001 - whatever Ray says of it ends this host alone
             cause = first_cause(error)
-            why = str(cause) if isinstance(cause, Unusable) else f"Ray can't start {self._order.name}: {_line(cause)}"
-            self._say(Refused(number, why))
+            self._say(Refused(number, _why_not(self._order.name, cause)))
         finally:
             await asyncio.to_thread(self._cluster.end, made)
             if self._actor is not None:

@@ -1,15 +1,11 @@
 """What the launcher's process and its helper say to each other: lines of JSON over the helper's stdin and stdout."""
 
-from typing import TypeVar
-
 import msgspec
 
 from rubato.runtime.launch.placer import HostSpec
 
 LONGEST_LINE = 1 << 20
 """Bytes: a host's last output is far shorter."""
-
-T = TypeVar("T")
 
 # -- to the helper -----------------------------------------------------------------------------------------------
 
