@@ -185,7 +185,7 @@ class LaunchSection(Section):
     """Where the run gets hosts beside the one that launches it."""
 
     backend: str = "here"
-    """The engine that places `hosts`: here (this host), ray (docs/ray.md), or the import path of a HostPlacer (runtime/launch/placer.py)."""
+    """The engine that places `hosts`: here (this host), ray (docs/ray.md), slurm (docs/slurm.md), or the import path of a HostPlacer."""
     address: str = "auto"
     """Where that engine is reached, in its own terms; auto: where it says itself that it is, as by a variable of the environment."""
     hosts: dict[str, HostsSection] = {}

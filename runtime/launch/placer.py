@@ -9,7 +9,6 @@ import asyncio
 import signal
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -27,11 +26,12 @@ from rubato.runtime.observe.log import logger
 from rubato.runtime.registry import role_of
 from rubato.runtime.store.store import StoreUnavailable
 
-BACKENDS = {"here": "rubato.runtime.launch.here:ThisHost", "ray": "rubato.runtime.launch.ray.placer:RayPlacer"}
+BACKENDS = {
+    "here": "rubato.runtime.launch.here:ThisHost",
+    "ray": "rubato.runtime.launch.ray.placer:RayPlacer",
+    "slurm": "rubato.runtime.launch.slurm.placer:SlurmPlacer",
+}
 """Short names of `launch.backend`; what is none of them is an import path."""
-
-EXTRAS = frozenset(("ray",))
-"""Back ends that need the package of their name, which the extra of that name brings."""
 
 RESTARTS, WINDOW_S = 5, 300.0
 """Hosts lost in place of one within the window, after which the job fails: as an actor's `restarts`."""
@@ -138,22 +138,17 @@ def specs_of(config: Config) -> dict[str, HostSpec]:
 
 
 def placer_problems(config: Config) -> list[str]:
-    """A sentence where `launch.backend` is needed and names no placer; imports nothing of it."""
+    """A sentence where `launch.backend` is needed and names no placer; imports nothing of a user's."""
     if not config.launch.hosts:
         return []
     try:
         check_module(_target(config), key="launch.backend")
     except ConfigError as error:
         return [f"{error} Or name one of {', '.join(BACKENDS)}."]
-    if (name := config.launch.backend) in EXTRAS and not _is_installed(name):
-        return [f"launch.backend is {name}, but {name} is not installed. Install it with: pip install -e '.[{name}]'"]
+    if config.launch.backend in BACKENDS:  # one of a user's is not imported here
+        look = getattr(load_configured(_target(config), key="launch.backend"), "problems", None)
+        return look(config) if look else []
     return []
-
-
-def _is_installed(package: str) -> bool:
-    """A folder of that name among the user's own is no package."""
-    found = find_spec(package)
-    return found is not None and found.origin is not None
 
 
 def _target(config: Config) -> str:

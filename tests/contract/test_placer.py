@@ -2,19 +2,28 @@
 
 import asyncio
 import signal
+from functools import partial
 
 import pytest
 import pytest_asyncio
 
 from rubato.runtime.launch.placer import NotPlaced
 from tests.contract.placers import ANY, BEDS, PlacerBed, does
+from tests.contract.slurm_bed import nodes, slurm
 
 LIMIT_S = 30.0
 
 
-@pytest_asyncio.fixture(params=BEDS)
+@pytest.fixture(scope="module")
+def slurm_nodes():
+    with nodes() as cluster:
+        yield cluster
+
+
+@pytest_asyncio.fixture(params=[*BEDS, pytest.param("slurm", marks=pytest.mark.slow)])
 async def bed(request, tmp_path) -> PlacerBed:
-    async with BEDS[request.param](tmp_path) as made:
+    make = BEDS[request.param] if request.param in BEDS else partial(slurm, cluster=request.getfixturevalue("slurm_nodes"))
+    async with make(tmp_path) as made:
         yield made
 
 

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import cast
 
@@ -55,6 +56,14 @@ class RayPlacer:
         self._numbers = itertools.count(1)
         self._connecting = asyncio.Lock()
         self._helper: Helper | None = None
+
+    @staticmethod
+    def problems(config: Config) -> list[str]:
+        """What a launch is refused for."""
+        found = find_spec("ray")
+        if found is not None and found.origin is not None:  # a folder of that name among the user's own is no package
+            return []
+        return [f"launch.backend is {config.launch.backend}, but ray is not installed. Install it with: pip install -e '.[ray]'"]
 
     async def place(self, spec: HostSpec, join: JoinCommand) -> "RayHost":
         helper = await self._connected()

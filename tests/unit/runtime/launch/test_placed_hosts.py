@@ -14,7 +14,7 @@ from rubato.runtime.errors import ConfigError
 from rubato.runtime.host import Ending
 from rubato.runtime.launch.agent import JobOutcome
 from rubato.runtime.launch.host_list import HostRow, host_rows, name_key
-from rubato.runtime.launch.placer import HostSpec, PlacedHosts, join_command, placed_hosts, placer_problems, specs_of
+from rubato.runtime.launch.placer import BACKENDS, HostSpec, PlacedHosts, join_command, placed_hosts, placer_problems, specs_of
 from rubato.runtime.memory import MemoryStore
 from rubato.runtime.registry import ActorRecord
 from tests.contract.placers import ScriptedPlacer
@@ -237,7 +237,7 @@ def test_a_job_without_hosts_needs_no_placer():
 def test_a_backend_that_is_not_there_is_told_before_anything_starts():
     found = placer_problems(from_mapping(JOB, ["launch.backend=nowhere:Placer"]))
 
-    assert found == ["launch.backend: nowhere:Placer does not exist: there is no module nowhere. Or name one of here, ray."]
+    assert found == [f"launch.backend: nowhere:Placer does not exist: there is no module nowhere. Or name one of {', '.join(BACKENDS)}."]
 
 
 WRONG = [

@@ -1,0 +1,200 @@
+"""A real Slurm for tests: munged, slurmctld and a slurmd for each of several nodes, all processes of this host, ended by their pids."""
+
+import getpass
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "salloc", "scancel", "scontrol", "squeue", "sinfo")
+"""Of the packages munge, slurmctld, slurmd and slurm-client."""
+
+LIMIT_S = 60.0
+"""Of one thing that the cluster does, on a machine that has other things to do."""
+
+CONF = """
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
+CredType=cred/munge
+SlurmctldPort={ports[0]}
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SwitchType=switch/none
+MpiDefault=none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerParameters=sched_interval=2,bf_interval=2
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+ReturnToService=2
+SlurmctldTimeout=30
+SlurmdTimeout=10
+KillWait={kill_wait_s}
+MinJobAge=60
+JobRequeue=1
+{nodes}
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+def missing() -> str:
+    """What of Slurm is not installed; empty where all is."""
+    return ", ".join(name for name in PROGRAMS if shutil.which(name, path=_path()) is None)
+
+
+def _path() -> str:
+    return f"{os.environ['PATH']}:/usr/sbin:/sbin"
+
+
+class SlurmCluster:
+    """Nodes by name. Its `environment` is that of a user's shell on the cluster."""
+
+    def __init__(self, folder: Path, nodes: Mapping[str, str], kill_wait_s: int) -> None:
+        self.folder = folder
+        self.nodes = tuple(nodes)
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH", "SALLOC"))}
+        self.environment = {**kept, "PATH": _path(), "SLURM_CONF": str(folder / "slurm.conf")}
+        self._daemons: dict[str, subprocess.Popen[bytes]] = {}
+        ports = _free_ports(1 + len(nodes))
+        lines = [
+            f"NodeName={name} NodeHostname={socket.gethostname()} NodeAddr=127.0.0.1 Port={port} CPUs=2 RealMemory=2000 State=UNKNOWN {has}"
+            for (name, has), port in zip(nodes.items(), ports[1:], strict=True)
+        ]
+        host = socket.gethostname().partition(".")[0]
+        text = CONF.format(host=host, user=getpass.getuser(), folder=folder, ports=ports, kill_wait_s=kill_wait_s, nodes="\n".join(lines))
+        (folder / "slurm.conf").write_text(text)
+        (folder / "state").mkdir()
+
+    def start(self) -> None:
+        key = self.folder / "munge" / "munge.key"
+        key.parent.mkdir(mode=0o700)
+        key.touch(mode=0o600)
+        key.write_bytes(os.urandom(128))
+        own = [f"--{what}={key.parent / what}" for what in ("pid-file", "log-file", "seed-file")]
+        self._daemon("munged", "munged", "--foreground", "--force", f"--key-file={key}", f"--socket={self.folder}/munge.socket", *own)
+        self.wait_until(lambda: (self.folder / "munge.socket").exists(), "munged")
+        self._daemon("slurmctld", "slurmctld", "-D", "-c")
+        self.until_idle()
+
+    def until_idle(self) -> None:
+        """Return once there is no job, and every node that was killed is back."""
+        for node in self.nodes:
+            if node not in self._daemons:
+                self._revive(node)
+        self.wait_until(lambda: set(self.states().values()) == {"idle"}, "all nodes are idle")
+
+    def _revive(self, node: str) -> None:
+        self._daemon(node, "slurmd", "-D", "-N", node)
+
+    def kill_node(self, node: str) -> None:
+        """The node goes away at once: its slurmd, and all that it ran."""
+        daemon = self._daemons.pop(node)
+        daemon.kill()
+        daemon.wait()
+        for pid in self.processes(node):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def processes(self, node: str = "") -> list[int]:
+        """Pids of what steps and batch scripts run, their slurmstepds first; of one node or of all."""
+        found: list[tuple[bool, int]] = []
+        for entry in Path("/proc").glob("[0-9]*/environ"):
+            with suppress(OSError):
+                words = entry.read_bytes().split(b"\0")
+                mine = f"SLURM_CONF={self.folder}/slurm.conf".encode() in words
+                name = next((word.partition(b"=")[2].decode() for word in words if word.startswith(b"SLURMD_NODENAME=")), "")
+                if mine and (name == node if node else name):
+                    found.append((entry.with_name("comm").read_text().strip() != "slurmstepd", int(entry.parent.name)))
+        return [pid for _, pid in sorted(found)]
+
+    def states(self) -> dict[str, str]:
+        """State of each node, as sinfo has it."""
+        lines = self.run("sinfo", "-h", "-N", "-o", "%N %t", check=False).splitlines()
+        return dict(line.split(maxsplit=1) for line in lines if " " in line)
+
+    def steps(self) -> dict[str, str]:
+        """Node of each step of a job, by the step's id; of a batch script none is one."""
+        lines = self.run("squeue", "-h", "--steps", "-o", "%i %N").splitlines()
+        found = dict(line.split(maxsplit=1) for line in lines if " " in line)
+        return {step: node for step, node in found.items() if step.rpartition(".")[2].isdecimal()}
+
+    def run(self, *command: object, check: bool = True) -> str:
+        """What a command of the user prints."""
+        done = subprocess.run(
+            [*map(str, command)], env=self.environment, capture_output=True, text=True, timeout=LIMIT_S, check=False, cwd=self.folder
+        )
+        assert not check or done.returncode == 0, (command, done.stdout, done.stderr)
+        return done.stdout.strip()
+
+    def wait_until(self, holds, what: str, limit_s: float = LIMIT_S) -> None:
+        """Slurm tells no one who asks from outside of its events."""
+        end = time.monotonic() + limit_s  # noqa: TID251
+        while not holds():
+            assert time.monotonic() < end, f"not in {limit_s:g} s: {what}\n{self._said()}"  # noqa: TID251
+            time.sleep(0.1)  # noqa: TID251
+
+    def _said(self) -> str:
+        return "\n".join(f"{log.name}: {log.read_text(errors='replace')[-1500:]}" for log in sorted(self.folder.glob("*.log")))
+
+    def _daemon(self, name: str, *command: str) -> None:
+        with (self.folder / f"{name}.out").open("ab") as out:
+            self._daemons[name] = subprocess.Popen(
+                command, env=self.environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out, cwd=self.folder, start_new_session=True
+            )
+
+    def stop(self) -> None:
+        self.run("scancel", "--state=RUNNING", "--user", getpass.getuser(), check=False)
+        self.run("scancel", "--user", getpass.getuser(), check=False)
+        with suppress(AssertionError):
+            self.wait_until(lambda: not self.processes(), "jobs have ended", 20.0)
+        for pid in self.processes():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for daemon in reversed(self._daemons.values()):
+            daemon.terminate()
+        for daemon in reversed(self._daemons.values()):
+            try:
+                daemon.wait(10.0)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait()
+
+
+def _free_ports(num: int) -> list[int]:
+    with_sockets = [socket.socket() for _ in range(num)]
+    for each in with_sockets:
+        each.bind(("127.0.0.1", 0))
+    ports = [each.getsockname()[1] for each in with_sockets]
+    for each in with_sockets:
+        each.close()
+    return ports
+
+
+@contextmanager
+def slurm_cluster(nodes: Mapping[str, str], kill_wait_s: int = 10) -> Iterator[SlurmCluster]:
+    """A cluster with these nodes, each with what else is said of it in slurm.conf (`Feature=h20`), for the block."""
+    folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))  # the path of a socket must be short, and munge wants it open to all
+    folder.chmod(0o755)
+    cluster = SlurmCluster(folder, nodes, kill_wait_s)
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()
+        shutil.rmtree(folder)
