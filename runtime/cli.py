@@ -30,6 +30,7 @@ COMMANDS = {
     "stop": Command(LAUNCH, True, "drain and save a running job"),
     "hosts": Command(LAUNCH, True, "list the hosts of a running job, and what each runs"),
     "leave": Command(LAUNCH, True, "take this host out of the job that it joined"),
+    "slurm": Command("rubato.runtime.launch.slurm.script", False, "write the batch script with which Slurm runs a job, and resumes it"),
     "cluster": Command(CLUSTER, True, "start, show or stop a cluster, which jobs share"),
     "submit": Command(CLUSTER, True, "give a job to a cluster"),
     "jobs": Command(CLUSTER, True, "list the jobs of a cluster"),

@@ -1,0 +1,140 @@
+"""What a run asks Slurm for, and how it reads what Slurm says; the rest needs a cluster: tests/contract/test_placer.py."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from rubato.runtime.cli import main
+from rubato.runtime.config.compose import from_mapping
+from rubato.runtime.launch.placer import HostSpec
+from rubato.runtime.launch.slurm.groups import groups_of, node_groups
+from rubato.runtime.launch.slurm.placer import SlurmNode, node_of
+
+ACTOR = "rubato.runtime.actor:Actor"
+JOB = f"""
+run: {{name: small}}
+actors:
+  engine: {{class: "{ACTOR}", pools: {{near: {{count: 1}}, far: {{count: 0, gpus: 2, labels: [h20]}}}}}}
+  env: {{class: "{ACTOR}"}}
+launch: {{hosts: {{more: {{count: 2, pools: {{env: 4}}}}, far: {{pools: {{far: 3}}}}, wide: {{pools: {{env: 1}}, cpus: 8}}}}}}
+"""
+
+
+@pytest.fixture
+def written(tmp_path, monkeypatch, capsys):
+    """What `rubato slurm job.yaml --out job.sh …` writes, or says."""
+    monkeypatch.chdir(tmp_path)
+    Path("job.yaml").write_text(JOB)
+
+    def write(*arguments: str) -> tuple[int, str]:
+        code = main(["slurm", "job.yaml", "--out", "job.sh", *arguments])
+        said = capsys.readouterr()
+        return code, Path("job.sh").read_text() if code == 0 else said.err
+
+    return write
+
+
+def test_hosts_that_need_the_same_of_their_nodes_lie_in_one_group():
+    import yaml
+
+    config = from_mapping({**yaml.safe_load(JOB), "bus": {"host": "127.0.0.1"}})
+
+    assert groups_of(config) == {"more": 0, "far": 1, "wide": 2}
+    assert [(group.num, group.needs.gpus, group.needs.cpus, group.needs.labels) for group in node_groups(config)] == [
+        (3, 0, 0, ()),
+        (1, 6, 0, ("h20",)),
+        (1, 0, 8, ()),
+    ]
+
+
+def test_a_script_asks_for_a_group_of_nodes_for_each_need(written):
+    _, script = written("--grace", "60", "--sbatch=--time=8:00:00", "--spare", "1")
+
+    lines = [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH")]
+    assert "--requeue" in lines
+    assert "--signal=B:TERM@60" in lines
+    assert lines[-8:] == [
+        "--nodes=4 --ntasks-per-node=1 --exclusive",
+        "--time=8:00:00",
+        "hetjob",
+        "--nodes=2 --ntasks-per-node=1 --exclusive --gres=gpu:6 --constraint=h20",
+        "--time=8:00:00",
+        "hetjob",
+        "--nodes=2 --ntasks-per-node=1 --cpus-per-task=8",
+        "--time=8:00:00",
+    ]
+
+
+FAKE = """
+scontrol() { if [ "$2" = node ]; then echo " NodeAddr=127.0.0.1 NodeHostName=x"; else echo n7; echo n8; fi; }
+exec() { printf '%s|' "$@"; }
+"""
+
+
+@pytest.mark.parametrize(("restarts", "there", "begins"), [("", False, "job.yaml|run.seed=2|launch.backend=slurm|--run-dir|a b|"),
+                                                           ("1", False, "job.yaml|"), ("1", True, "--resume|a b|bus.host=")])  # fmt: skip
+def test_a_script_launches_and_once_it_is_queued_again_resumes(written, restarts, there, begins):
+    _, script = written("run.seed=2", "--run-dir", "a b")
+    if there:
+        Path("a b").mkdir()
+        Path("a b/config.yaml").touch()
+    environment = {"PATH": "/usr/bin:/bin", "SLURM_JOB_NODELIST": "n[7-8]", **({"SLURM_RESTART_COUNT": restarts} if restarts else {})}
+
+    done = subprocess.run(["bash", "-c", FAKE + script], env=environment, capture_output=True, text=True, check=True)
+
+    assert done.stdout.partition("|launch|")[2].startswith(begins)
+    assert done.stdout.endswith("|bus.host=127.0.0.1|")
+
+
+def test_a_run_without_further_hosts_is_a_job_of_one_node(written):
+    _, script = written("launch.hosts={}")
+
+    assert "--nodes=1 --ntasks-per-node=1 --exclusive" in script
+    assert "launch.backend" not in script
+    assert "bus.host" not in script
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["--grace", "0"], "--grace 0 is not between 1 and 65535.\n"),
+        (["--spare", "-1"], "--spare -1 is not between 0 and 1024.\n"),
+        (["--sbatch=time=1"], "--sbatch='time=1' is no option of sbatch."),
+        (["--sbatch=--time=1\nrm"], "--sbatch='--time=1\\nrm' is no option of sbatch."),
+        (["launch.hosts.far.labels=['a&b']"], "the label a&b can't be a feature of Slurm's nodes"),
+        (["--out", "job.yaml"], "job.yaml was not made by rubato slurm. Name another file.\n"),
+        (["--out", "no/job.sh"], "no/job.sh can't be written: No such file or directory.\n"),
+    ],
+)
+def test_bad_input_is_refused_with_one_sentence(written, arguments, why):
+    code, said = written(*arguments)
+
+    assert code == 2
+    assert said.startswith(why)
+    assert len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "node"),
+    [
+        ("n1|2|(null)|(null)|idle", SlurmNode("n1", 2, 0, frozenset(), True)),
+        ("n2|64|h20,ib|gpu:8|mix", SlurmNode("n2", 64, 8, frozenset(("h20", "ib")), True)),
+        ("n3|64|h20|gpu:a100:4(S:0-1),nvme:1,gpu:h20:2|down*", SlurmNode("n3", 64, 6, frozenset(("h20",)), False)),
+        ("n4|64|(null)|(null)|mix*", SlurmNode("n4", 64, 0, frozenset(), False)),
+    ],
+)
+def test_a_node_is_read_as_slurm_describes_it(line, node):
+    assert node_of(line) == node
+
+
+def test_a_host_that_asks_for_no_cores_has_its_node_alone():
+    node = SlurmNode("n1", 8, 4, frozenset(), True)
+    whole, half = HostSpec("a", 1), HostSpec("b", 1, cpus=4, gpus=2)
+
+    assert node.has_room(whole, [])
+    assert node.has_room(half, [half])
+    assert not node.has_room(half, [half, half])
+    assert not node.has_room(half, [whole])
+    assert not node.has_room(whole, [half])
+    assert not node._replace(up=False).has_room(whole, [])
