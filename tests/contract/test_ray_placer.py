@@ -162,12 +162,12 @@ async def test_where_the_helper_dies_its_hosts_are_lost_and_the_next_host_has_an
 async def test_without_a_cluster_one_of_this_host_is_begun_and_ends_with_the_placer(tmp_path):
     pytest.importorskip("ray", reason="needs ray (extra `ray`)")
     placer = placer_for("local", tmp_path)
-    host = await placer.place(ANY, does("exit", "0", "it ran"))
-    ending = await end_of(host)
-    parent = f"\nPPid:\t{placer._helper._transport.get_pid()}\n"
-    cluster = [pid for pid, _ in processes() if parent in status_of(pid)]
-
-    await placer.close()
+    try:
+        ending = await end_of(await placer.place(ANY, does("exit", "0", "it ran")))
+        parent = f"\nPPid:\t{placer._helper._transport.get_pid()}\n"
+        cluster = [pid for pid, _ in processes() if parent in status_of(pid)]
+    finally:
+        await placer.close()
 
     assert ending.sentence == "it ran"
     assert cluster != []

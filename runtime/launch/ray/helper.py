@@ -16,7 +16,8 @@ from typing import Any
 import msgspec
 
 from rubato.bus.address import bare, is_loopback
-from rubato.runtime.errors import ExitCode, RubatoError, first_cause
+from rubato.runtime.errors import ExitCode, first_cause
+from rubato.runtime.launch.ray.cluster import Cluster, Unusable, line_of_error
 from rubato.runtime.launch.ray.lines import (
     LONGEST_LINE,
     Connect,
@@ -33,10 +34,6 @@ from rubato.runtime.launch.ray.lines import (
     Unreachable,
     line_of,
 )
-from rubato.runtime.launch.ray.wants import RayNode, bundle_of, selector_of, why_none
-
-REACH_S = 5.0
-"""For the address of a cluster to take a connection."""
 
 LOOK_S = 0.2
 """Period of looking for what Ray tells by no event."""
@@ -48,103 +45,7 @@ RENEW_S = 10.0
 KILL_S = 3.0
 """For a command to end by SIGKILL, before its actor does."""
 
-LONGEST_WHY = 500
 SENTENCE = 300
-
-
-class Unusable(RubatoError):
-    """The cluster can't be used; the sentence says why."""
-
-
-class Cluster:
-    """The Ray cluster of this process's driver. Its methods block, and are for threads beside the loop."""
-
-    def __init__(self, order: Connect) -> None:
-        """Raises Unusable."""
-        self.ray: Any = importlib.import_module("ray")
-        self._namespace = order.namespace
-        self._seen: dict[str, RayNode] = {}
-        address = _address(order.address)
-        options: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
-        try:
-            self.ray.init(address, namespace=order.namespace, log_to_driver=False, logging_level="ERROR", **options)
-        except (Exception, SystemExit) as error:
-            raise Unusable(f"the Ray cluster at {_told(order.address, address)} can't be used: {_line(error)}") from error
-
-    def nodes(self) -> dict[str, RayNode]:
-        """Those that are alive, by id."""
-        found = {row["NodeID"]: RayNode.of(row) for row in self.ray.nodes() if row["Alive"]}
-        self._seen |= found
-        return found
-
-    def why_none(self, order: Place) -> str:
-        """Of a node that was there before another may come in its place, so it counts."""
-        self.nodes()
-        return why_none(order.spec, list(self._seen.values()))
-
-    def left(self) -> tuple[list[str], list[str]]:
-        """Names of the actors and of the placement groups of this run."""
-        actors = [str(name) for name in self.ray.util.list_named_actors()]
-        table = self.ray.util.placement_group_table()
-        prefix = f"{self._namespace}/"
-        return actors, [row["name"] for row in table.values() if row["state"] != "REMOVED" and row["name"].startswith(prefix)]
-
-    def clear(self) -> None:
-        """End by name what is left of this run."""
-        actors, groups = self.left()
-        for name in actors:
-            with suppress(ValueError):  # it is gone
-                self.ray.kill(self.ray.get_actor(name))
-        for name in groups:
-            with suppress(ValueError):
-                self.ray.util.remove_placement_group(self.ray.util.get_placement_group(name))
-
-    def ask(self, order: Place, made: list[Any]) -> None:
-        """A placement group for the host, and its actor, which is pending until the group has a node. Both are put into `made`."""
-        from rubato.runtime.launch.ray.actor import HostActor
-
-        strategies: Any = importlib.import_module("ray.util.scheduling_strategies")
-        selector = selector_of(order.spec)
-        group = self.ray.util.placement_group(
-            [bundle_of(order.spec)], name=f"{self._namespace}/{order.name}", bundle_label_selector=[selector] if selector else None
-        )
-        made.append(group)
-        made.append(
-            self.ray.remote(HostActor)
-            .options(
-                name=order.name, max_restarts=0, max_task_retries=0, num_cpus=0, num_gpus=order.spec.gpus,
-                scheduling_strategy=strategies.PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
-            ).remote()
-        )  # fmt: skip
-
-    def end(self, made: list[Any]) -> None:
-        for actor in made[1:]:
-            self.ray.kill(actor)
-        for group in made[:1]:
-            self.ray.util.remove_placement_group(group)
-
-
-def _address(given: str) -> str:
-    """The one for ray.init, where something listens. Raises Unusable."""
-    address = os.environ.get("RAY_ADDRESS", "") or "auto" if given == "auto" else given
-    if address in ("auto", "local"):
-        return address
-    scheme, _, place = address.rpartition("://")
-    host, _, port = place.rpartition(":")
-    if scheme not in ("", "ray") or not host or not port.isdigit():
-        what = f"{_told(given, address)} is no address of a Ray cluster"
-        raise Unusable(f"{what}. Use HOST:PORT on one of its nodes, ray://HOST:10001 elsewhere, auto or local.")
-    try:
-        socket.create_connection((bare(host), int(port)), timeout=REACH_S).close()
-    except (OSError, OverflowError, UnicodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise Unusable(f"no Ray cluster answers at {_told(given, address)} ({reason}). Is it up, and is this its address?") from error
-    return address
-
-
-def _told(given: str, address: str) -> str:
-    """The address with where it comes from."""
-    return f"launch.address={given}" if given == address else f"RAY_ADDRESS={address}"
 
 
 def _why_not(name: str, error: BaseException) -> str:
@@ -152,11 +53,7 @@ def _why_not(name: str, error: BaseException) -> str:
         return str(error)
     if "No module named 'rubato" in str(error):
         return "a node of the Ray cluster has no rubato among its packages: install on each node what the launching host has."
-    return f"Ray can't start {name}: {_line(error)}"
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:LONGEST_WHY] or type(error).__name__
+    return f"Ray can't start {name}: {line_of_error(error)}"
 
 
 class Helper:
@@ -258,7 +155,7 @@ class Host:
                 away = clock() if away is None else away
                 await asyncio.sleep(LOOK_S)
             except errors.RayError as error:
-                _note(f"{self._order.name}: {_line(error)}")
+                _note(f"{self._order.name}: {line_of_error(error)}")
                 break
             else:
                 lines = output.strip().splitlines() or [""]

@@ -4,7 +4,7 @@ import pytest
 
 from rubato.runtime.config.compose import from_mapping
 from rubato.runtime.launch.placer import HostSpec, placer_problems
-from rubato.runtime.launch.ray.wants import RayNode, bundle_of, selector_of, why_none
+from rubato.runtime.launch.ray.cluster import RayNode, bundle_of, selector_of, why_none
 
 NODES = [
     RayNode("10.0.0.5", {"CPU": 8.0, "memory": 1e9}, {"ray.io/node-id": "a1", "rack": "a"}),
