@@ -93,7 +93,8 @@ class SlurmCluster:
         self.until_idle()
 
     def until_idle(self) -> None:
-        """Return once there is no job, and every node that was killed is back."""
+        """End every job, and return once all nodes are idle, those that were killed too."""
+        self.run("scancel", "--me", check=False)
         for node in self.nodes:
             if node not in self._daemons:
                 self._revive(node)
@@ -102,26 +103,37 @@ class SlurmCluster:
     def _revive(self, node: str) -> None:
         self._daemon(node, "slurmd", "-D", "-N", node)
 
-    def kill_node(self, node: str) -> None:
-        """The node goes away at once: its slurmd, and all that it ran."""
+    def kill_node(self, node: str, *, noticed: bool = False) -> None:
+        """The node goes away at once: its slurmd, and all that it ran. Slurm finds that out after its SlurmdTimeout, or is told."""
         daemon = self._daemons.pop(node)
         daemon.kill()
         daemon.wait()
-        for pid in self.processes(node):
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        gone = self.processes(node)
+        for number in (signal.SIGSTOP, signal.SIGKILL):  # none of them sees the end of another
+            for pid in gone:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
+        if noticed:
+            self.run("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=killed")
 
     def processes(self, node: str = "") -> list[int]:
-        """Pids of what steps and batch scripts run, their slurmstepds first; of one node or of all."""
-        found: list[tuple[bool, int]] = []
-        for entry in Path("/proc").glob("[0-9]*/environ"):
+        """Pids of what steps and batch scripts run, with all below them and the slurmstepds above; of one node or of all."""
+        parents: dict[int, int] = {}
+        found: set[int] = set()
+        for entry in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
-                words = entry.read_bytes().split(b"\0")
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                words = (entry / "environ").read_bytes().split(b"\0")
                 mine = f"SLURM_CONF={self.folder}/slurm.conf".encode() in words
                 name = next((word.partition(b"=")[2].decode() for word in words if word.startswith(b"SLURMD_NODENAME=")), "")
                 if mine and (name == node if node else name):
-                    found.append((entry.with_name("comm").read_text().strip() != "slurmstepd", int(entry.parent.name)))
-        return [pid for _, pid in sorted(found)]
+                    found.add(int(entry.name))
+        while below := {pid for pid, parent in parents.items() if parent in found} - found:
+            found |= below
+        with suppress(OSError):
+            holders = {parents[pid] for pid in found} - found
+            found |= {pid for pid in holders if Path(f"/proc/{pid}/comm").read_text().startswith("slurmstepd")}
+        return sorted(found)
 
     def states(self) -> dict[str, str]:
         """State of each node, as sinfo has it."""
@@ -150,7 +162,7 @@ class SlurmCluster:
             time.sleep(0.1)  # noqa: TID251
 
     def _said(self) -> str:
-        return "\n".join(f"{log.name}: {log.read_text(errors='replace')[-1500:]}" for log in sorted(self.folder.glob("*.log")))
+        return "\n".join(f"{log.name}: {log.read_text(errors='replace')[-600:]}" for log in sorted(self.folder.glob("*.log")))
 
     def _daemon(self, name: str, *command: str) -> None:
         with (self.folder / f"{name}.out").open("ab") as out:
@@ -159,8 +171,7 @@ class SlurmCluster:
             )
 
     def stop(self) -> None:
-        self.run("scancel", "--state=RUNNING", "--user", getpass.getuser(), check=False)
-        self.run("scancel", "--user", getpass.getuser(), check=False)
+        self.run("scancel", "--me", check=False)
         with suppress(AssertionError):
             self.wait_until(lambda: not self.processes(), "jobs have ended", 20.0)
         for pid in self.processes():

@@ -61,7 +61,7 @@ class SlurmBed:
         return len(self._cluster.steps())
 
     def lose(self, host: PlacedHost) -> None:
-        self._cluster.kill_node(self._cluster.steps()[host.id])
+        self._cluster.kill_node(self._cluster.steps()[host.id], noticed=True)
 
     async def lose_launcher(self) -> int:
         await self._launcher("stay", "deaf")

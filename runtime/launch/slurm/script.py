@@ -11,6 +11,7 @@ from rubato.runtime.config import Config
 from rubato.runtime.config.compose import load
 from rubato.runtime.errors import ExitCode, LaunchError
 from rubato.runtime.launch.slurm.groups import NodeGroup, node_groups
+from rubato.runtime.launch.slurm.step import REQUEUE
 
 MARK = "# Made by rubato slurm; submit it with: sbatch"
 """A file without this line is not replaced."""
@@ -22,7 +23,7 @@ MOST_GRACE_S = 65_535
 MOST_SPARE = 1024
 
 BODY = """
-run={run}
+{requeue}run={run}
 {address}if [ "${{SLURM_RESTART_COUNT:-0}}" -gt 0 ] && [ -e "$run/config.yaml" ]; then
   what=(--resume "$run")  # Slurm queued the job again
 else
@@ -75,9 +76,10 @@ def main(argv: Sequence[str]) -> int:
 def script_of(config: Config, given: argparse.Namespace, *, own_address: bool) -> str:
     """The script; with `own_address` the launcher's node is where the run's other hosts come to."""
     groups = node_groups(config)
+    alone = bool(config.launch.hosts) and len(groups) == 1  # a heterogeneous job is queued again whichever of its nodes fails
     options = [
         f"--job-name={config.run.name}", f"--output={config.run.name}-%j.log", "--open-mode=append", f"--chdir={shlex.quote(str(Path.cwd()))}",
-        "--requeue", "--no-kill", f"--signal=B:TERM@{given.grace}",
+        "--requeue", *(["--no-kill"] if alone else []), f"--signal=B:TERM@{given.grace}",
     ]  # fmt: skip
     lines = [f"#!/bin/bash\n{MARK} {given.out.name}", *(f"#SBATCH {option}" for option in options)]
     for number, group in enumerate(groups):
@@ -86,6 +88,7 @@ def script_of(config: Config, given: argparse.Namespace, *, own_address: bool) -
     backend = ["launch.backend=slurm"] if config.launch.hosts else []
     run = shlex.quote(str(given.run_dir)) if given.run_dir else f"runs/{config.run.name}-$SLURM_JOB_ID"
     body = BODY.format(
+        requeue=f"export {REQUEUE}=1  # a job of which only the first node was lost is queued again by a host\n" if alone else "",
         run=run,
         address=ADDRESS if own_address else "",
         launch=shlex.join([given.config, *given.changes, *backend]),

@@ -15,41 +15,71 @@ from pathlib import Path
 
 from rubato.runtime.launch.children import start_module
 
+REQUEUE = "RUBATO_REQUEUE"
+"""The variable of a batch script that is nothing but the launcher: where its node is lost, --no-kill keeps the job without one."""
+
+SILENT_S = 6.0
+"""Three beats: who was heard since is there still."""
+
+
+class Launcher:
+    """The other end of the pipe: who reads it is sure of it for `patience_s` after each line."""
+
+    def __init__(self, lines: asyncio.StreamReader, patience_s: float) -> None:
+        self._lines, self._patience_s = lines, patience_s
+        self._clock = asyncio.get_running_loop().time
+        self._heard_s = self._clock()
+        self.lost = False
+
+    async def next(self) -> bytes:
+        """The next line; empty where there is none, because the pipe has ended or the launcher is lost."""
+        try:
+            async with asyncio.timeout_at(self._heard_s + self._patience_s):
+                line = await self._lines.readline()
+        except TimeoutError:
+            self.lost = True
+            return b""
+        self._heard_s = self._clock()
+        return line
+
+    def is_silent(self) -> bool:
+        return self._clock() - self._heard_s > SILENT_S
+
 
 async def run(folder: Path, patience_s: float, module: str, *arguments: str) -> None:
-    """Stay until the command has ended; it is killed once no line came for `patience_s`."""
+    """Stay until the command has ended; it is killed once the launcher is lost."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # Slurm sends them to every process of a step: it is the command's to end
         loop.add_signal_handler(number, lambda: None)
     lines = asyncio.StreamReader()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
-    first = await lines.readline()
+    launcher = Launcher(lines, patience_s)
+    token = await launcher.next()
     with _writable(folder) as cwd:
         process = await start_module(module, *arguments, cwd=cwd, stdin=asyncio.subprocess.PIPE, stdout=sys.stderr, start_new_session=True)
         assert process.stdin is not None
-        process.stdin.write(first)
+        process.stdin.write(token)
         process.stdin.close()
         print("up", os.environ["SLURM_STEP_ID"], os.environ["SLURMD_NODENAME"], flush=True)  # noqa: T201 - for its srun
         async with asyncio.TaskGroup() as tasks:
-            obeying = tasks.create_task(_obey(lines, process, patience_s))
+            obeying = tasks.create_task(_obey(launcher, process))
             code = await process.wait()
             obeying.cancel()
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
-    print("ended", code, flush=True)  # noqa: T201 - for its srun
+    if launcher.is_silent() and not launcher.lost:
+        await launcher.next()
+    if launcher.lost and os.environ.get(REQUEUE):
+        await (await asyncio.create_subprocess_exec("scontrol", "requeue", os.environ["SLURM_JOB_ID"])).wait()
+    with suppress(OSError):  # its srun is lost too
+        print("ended", code, flush=True)  # noqa: T201 - for its srun
 
 
-async def _obey(lines: asyncio.StreamReader, process: asyncio.subprocess.Process, patience_s: float) -> None:
-    line = b"\n"
-    while line:
+async def _obey(launcher: Launcher, process: asyncio.subprocess.Process) -> None:
+    while line := await launcher.next():
         if line.strip():
             with suppress(ProcessLookupError):
                 process.send_signal(int(line))
-        try:
-            async with asyncio.timeout(patience_s):
-                line = await lines.readline()
-        except TimeoutError:
-            break
     with suppress(ProcessLookupError):
         process.kill()
 
