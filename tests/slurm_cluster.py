@@ -185,6 +185,10 @@ class SlurmCluster:
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait()
+        for entry in Path("/proc").glob("[0-9]*/cwd"):  # a slurmstepd whose controller is gone waits for it, its job ended or not
+            with suppress(OSError):
+                if Path(os.readlink(entry)).is_relative_to(self.folder):
+                    os.kill(int(entry.parent.name), signal.SIGKILL)
 
 
 def _free_ports(num: int) -> list[int]:
