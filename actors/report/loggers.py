@@ -20,6 +20,7 @@ from rubato.runtime.actor import RunInfo
 from rubato.runtime.config.yaml_core import read_yaml
 from rubato.runtime.errors import ConfigError
 from rubato.runtime.importer import check_module, load_configured
+from rubato.runtime.observe.log import without_passwords
 from rubato.runtime.observe.prometheus import known_as
 
 KEY = "logging.loggers"
@@ -154,7 +155,7 @@ def start_loggers(section: LoggingSection, run: RunInfo, step: int, told: Callab
     `told` gets a sentence where one fails, from that thread. Raises ConfigError where one of the user's own can't be made. Blocks.
     """
     loggers = {name: _loaded(name, section) for name in section.loggers}
-    config = read_yaml((run.folder / "config.yaml").read_text())
+    config = without_passwords(read_yaml((run.folder / "config.yaml").read_text()))
     logged = LoggedRun(run.folder.name, run.id, run.folder, config, step)
     return Loggers([_LoggerThread(name, logger, logged, told) for name, logger in loggers.items()])
 

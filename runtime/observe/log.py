@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import structlog
 from structlog.typing import EventDict, FilteringBoundLogger, Processor, WrappedLogger
@@ -111,6 +111,15 @@ def json_formatter(actor: str, hide: Hide = str) -> logging.Formatter:
 def hide_secrets(_: WrappedLogger, __: str, event: EventDict, *, hide: Hide = str) -> EventDict:
     """Blank the values of keys that name a secret, and the user:password part of any URL; what `hide` takes out, everywhere."""
     return {key: _hidden(key, value, hide) for key, value in event.items()}
+
+
+def without_passwords(tree: Any) -> Any:
+    """A copy of plain data such as a config, without the user:password part of the URLs in it: for what leaves this host."""
+    if isinstance(tree, dict):
+        return {key: without_passwords(value) for key, value in cast("dict[Any, Any]", tree).items()}
+    if isinstance(tree, list):
+        return [without_passwords(value) for value in cast("list[Any]", tree)]
+    return SECRET_IN_URL.sub(HIDDEN, tree) if isinstance(tree, str) else tree
 
 
 def _hidden(key: str, value: object, hide: Hide) -> object:

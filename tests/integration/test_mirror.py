@@ -16,7 +16,7 @@ import pytest
 
 from rubato.actors.checkpoints import checkpoint
 from rubato.actors.checkpoints.mirror import Claim, Copy, Mirror, bring
-from tests.jobs import SMALL, clean_environment, left_behind, rubato, write_model
+from tests.jobs import LEARNING, SMALL, clean_environment, left_behind, rubato, write_model
 
 pytestmark = pytest.mark.slow
 
@@ -223,3 +223,27 @@ def test_what_is_wrong_with_a_mirror_is_one_sentence_at_launch(place, url):
     assert nothing.code == 2
     assert "holds no checkpoint to go on from" in nothing.err
     assert not (place / "run").exists()
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("base", "more", "holds"),
+    [
+        (SMALL, ["train.mesh.shard=2"], "scripted.json"),
+        (LEARNING, ["train.lora.rank=4", "engine.kind=scripted"], "adapter_model.safetensors"),
+    ],
+    ids=["ranks", "adapter"],
+)
+def test_what_ranks_and_adapters_saved_comes_back_too(place, base, more, holds):
+    (place / "small.yaml").write_text(base)
+    mirror = str(place / "mirror")
+    assert rubato(*words(place, place / "first", mirror, 3, *more), cwd=place).code == 0
+    shutil.rmtree(place / "first")
+
+    resumed = rubato(*words(place, place / "second", mirror, 5, *more, "--resume"), cwd=place)
+
+    assert resumed.code == 0, resumed.err
+    assert "going on after step 3" in resumed.out
+    assert "in a row" not in resumed.out  # nothing was sampled in vain before the trainer was there
+    assert rows(place / "second") == [1, 2, 3, 4, 5]
+    assert any(Path(mirror).glob(f"step_5.*/{holds}"))

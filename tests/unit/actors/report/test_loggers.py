@@ -69,6 +69,16 @@ def test_a_class_of_ones_own_gets_the_run_and_every_row(run):
     assert [json.loads(line) for line in path.read_text().splitlines()] == [["run-7", 3, "seven"], *ROWS, "closed"]
 
 
+def test_a_logger_hears_no_password_of_a_url(run):
+    (run.folder / "config.yaml").write_text("run: {name: 's3://key:hunter2@bucket/run'}\n")
+    path = run.folder.parent / "lines"
+    section = LoggingSection(loggers=[f"{run.folder.parent}/mine.py:Lines"], kwargs={"path": str(path)})
+
+    assert log(section, run) == []
+
+    assert json.loads(path.read_text().splitlines()[0])[2] == "s3://***@bucket/run"
+
+
 def test_a_logger_that_raises_is_told_once_and_others_go_on(run):
     path = run.folder.parent / "lines"
     own = [f"{run.folder.parent}/mine.py:{name}" for name in ("Raises", "Lines")]
