@@ -21,12 +21,10 @@ from rubato.runtime.errors import LaunchError, RubatoError
 from rubato.runtime.importer import load_object
 from rubato.runtime.launch.card import read_card
 from rubato.runtime.messages import AddActors, Added, DrainActors, Drained, RestartActors
+from rubato.runtime.monitor.crews import COLUMNS, WIDTHS, actor_row
 from rubato.runtime.monitor.source import RunSource, View
 from rubato.runtime.monitor.text import (
-    COLUMNS,
     HELP,
-    WIDTHS,
-    actor_row,
     cells,
     failure_lines,
     failures,

@@ -4,15 +4,18 @@ The last is one line per blocked stage, then each wait followed to the actor tha
 """
 
 import textwrap
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 from rubato.runtime.monitor.blocked import Processes, distance, seconds
+from rubato.runtime.monitor.crews import ALIKE, COLUMNS, PULLED, actor_lines, cells, clip, crowd
 from rubato.runtime.monitor.lines import Shown, advice, engines, labelled, lengths, network, pools, totals
 from rubato.runtime.monitor.snapshot import VERSION, Row, total
 from rubato.runtime.monitor.views import ActorView, BlockedRow, Snapshot, WaitRow
 from rubato.runtime.observe.figures import CLUSTER_STORE, OTHER_JOB, STORE
+from rubato.runtime.registry import role_of
 
 TREND = Shown("reward", "reward/mean")
 """Drawn as a sparkline."""
@@ -37,17 +40,10 @@ FLOW = (
 )
 """Summed over live actors, in the order in which work passes through."""
 
-PULLED = "weights/pulled"
-"""Share of the newest version that an actor has pulled, 0 to 1."""
-
 FAILURES = ("reward/failed/", "rollout/error/", "bus/refused/")
 """Counters whose names begin so tell what goes wrong, the reason at the end; shown as totals and rates."""
 
 BLOCKS = "▁▂▃▄▅▆▇█"
-
-COLUMNS = ("name", "state", "inc", "mail", "rate/s", "idle")
-WIDTHS = (19, 8, 4, 4, 6, 4)
-"""50 columns with the spaces between: a second panel fits into 80."""
 
 MAX_WAITS = 8
 BAR_WIDTH = 9
@@ -59,7 +55,7 @@ def once(shown: Snapshot, rows: Sequence[Row], *, width: int = 80) -> str:
     if shown["actors"]:
         head_of_pool = "  pool" if any(actor["pool"] for actor in shown["actors"]) else ""
         parts += [" ".join(cells(COLUMNS)) + head_of_pool]
-        parts += [*(" ".join(cells(actor_row(a))) + _in_pool(a) for a in shown["actors"]), ""]
+        parts += [*actor_lines(shown["actors"]), ""]
     parts += [*_hung("pools", pools(shown), width), *_hung("engines", engines(shown), width)]
     parts += [*_hung("flow", flow(shown), width), *_hung("weights", versions(shown), width)]
     parts += _hung("trained", lengths(shown), width)
@@ -99,27 +95,6 @@ def trend(shown: Snapshot, rows: Sequence[Row], width: int) -> str:
     return line
 
 
-def actor_row(actor: ActorView) -> tuple[str, ...]:
-    """The figures of one actor under COLUMNS; a ready one that has a weight version shows that as its state."""
-    version = actor["metrics"].get(VERSION)
-    state = f"v{version:.0f}" if version is not None and actor["state"] == "ready" else actor["state"]
-    if actor["state"] == "ready" and actor["metrics"].get(PULLED, 1.0) < 1.0:
-        state = "pulling"
-    idle = f"{actor['idle']:.0%}"
-    return actor["name"], state, str(actor["incarnation"]), str(actor["mailbox"]), short(actor["rate_s"]), idle
-
-
-def cells(texts: Sequence[str]) -> list[str]:
-    """Words to the left, figures to the right, each cut to its column."""
-    cut = [clip(text, width) for text, width in zip(texts, WIDTHS, strict=True)]
-    return [f"{text:{'<' if index < 2 else '>'}{WIDTHS[index]}}" for index, text in enumerate(cut)]
-
-
-def _in_pool(actor: ActorView) -> str:
-    where = f"{actor['hardware']} at {actor['host']}" if actor["hardware"] else f"at {actor['host']}"
-    return f"  {actor['pool']} {where}" if actor["pool"] else ""
-
-
 def flow(shown: Snapshot) -> str:
     """How much work is at each place, in the order it passes through."""
     return " ▸ ".join(totals(shown, FLOW)) or "nothing yet"
@@ -129,13 +104,14 @@ def versions(shown: Snapshot) -> str:
     """The newest version and which actor has which."""
     if shown["version"] is None:
         return "none yet"
-    held: list[str] = []
+    held: dict[str, list[str]] = {}
     for actor in shown["actors"]:
         if VERSION in actor["metrics"]:
             pulled = actor["metrics"].get(PULLED, 1.0)
             under_way = f" {bar(pulled)} {pulled:.0%}" if pulled < 1.0 else ""
-            held.append(f"{actor['name']} v{actor['metrics'][VERSION]:.0f}{under_way}")
-    return f"v{shown['version']}{': ' if held else ''}{', '.join(held)}"
+            held.setdefault(f"v{actor['metrics'][VERSION]:.0f}{under_way}", []).append(actor["name"])
+    told = [f"{who} {version}" for version, names in held.items() for who in crowd(names)]
+    return f"v{shown['version']}{': ' if told else ''}{', '.join(told)}"
 
 
 def failures(shown: Snapshot) -> dict[str, float]:
@@ -185,24 +161,11 @@ def sparkline(values: Sequence[float], width: int) -> str:
     return "".join(BLOCKS[int((mean - low) / span * (len(BLOCKS) - 1) + 0.5) if span else 0] for mean in means)
 
 
-def short(value: float) -> str:
-    """`410`, `5.9k`, `1.2M`."""
-    for size, unit in ((1e6, "M"), (1e3, "k")):
-        if value >= size:
-            return f"{value / size:.1f}{unit}"
-    return f"{value:.0f}"
-
-
 def clock(value_s: float) -> str:
     """`0:52`, `1:04:09`."""
     minutes, rest = divmod(int(value_s), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
-def clip(text: str, width: int) -> str:
-    """`text` in at most `width` columns; an ellipsis marks what was cut."""
-    return text if len(text) <= width else text[: width - 1] + "…"
 
 
 def _hung(label: str, text: str, width: int) -> list[str]:
@@ -298,10 +261,14 @@ class Cause(NamedTuple):
 
 def explain(shown: Snapshot) -> list[Cause]:
     """Each waiting actor with its oldest wait, below it the holder's own wait, and so on; each actor is followed once."""
-    tree = _Tree(shown)
+    tree, roots = _Tree(shown), Counter[str]()
     for actor in tree.roots():
         if actor not in tree.seen:
-            tree.follow(actor, None, ())
+            role = role_of(actor)
+            roots[role] += 1
+            if roots[role] <= ALIKE:
+                tree.follow(actor, None, ())
+    tree.lines += (Cause(0, f"and {num - ALIKE} more {role} wait") for role, num in roots.items() if num > ALIKE)
     return tree.lines
 
 
@@ -323,7 +290,7 @@ def render(shown: Snapshot, width: int = 80) -> str:
     waiting = {wait.actor for wait in shown["waits"]}
     calm = [actor["name"] for actor in shown["actors"] if actor["name"] not in waiting]
     if calm:
-        lines += textwrap.wrap(f"{', '.join(calm)}: nothing waits", width, break_long_words=False)
+        lines += textwrap.wrap(f"{', '.join(crowd(calm))}: nothing waits", width, break_long_words=False)
     return "\n".join(lines)
 
 

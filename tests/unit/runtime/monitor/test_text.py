@@ -1,19 +1,8 @@
 from msgspec.structs import replace
 
+from rubato.runtime.monitor.crews import actor_row, short
 from rubato.runtime.monitor.snapshot import snapshot
-from rubato.runtime.monitor.text import (
-    actor_row,
-    bar,
-    clock,
-    failure_lines,
-    flow_page,
-    in_flight_page,
-    once,
-    short,
-    sparkline,
-    versions,
-    waits_panel,
-)
+from rubato.runtime.monitor.text import bar, clock, failure_lines, flow_page, in_flight_page, once, sparkline, versions, waits_panel
 
 
 def test_one_table_tells_run_actors_flow_versions_and_waits_within_80_columns(waiting_run, rows):
@@ -180,3 +169,17 @@ def test_a_run_whose_times_are_modelled_says_so_in_its_first_line(make_record):
     assert live.splitlines()[0].endswith(" ── paced")
     assert ended.splitlines()[0].endswith(" ── paced ── run ended")
     assert "paced" not in once(snapshot("r", [make_record("engine-1")], [], {}), [])
+
+
+def test_actors_of_64_hosts_share_lines_by_pool_and_those_that_are_not_well_keep_their_own(make_record):
+    engines = [replace(make_record(f"engine-{i}", weights__version=3.0), pool="far", host=f"host{i}", mailbox=1) for i in range(1, 65)]
+    engines[6] = replace(engines[6], state="draining")
+    managers = [make_record(f"env_manager-{i}") for i in range(1, 9)]
+
+    text = once(snapshot("r", [*engines, *managers], [], {}), [])
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+
+    assert any(line.startswith("engine × 63 v3 63 ") and line.endswith("far at 63 hosts") for line in lines), text
+    assert any(line.startswith("engine-7 draining") for line in lines)
+    assert sum(line.startswith("env_manager-") for line in lines) == 8
+    assert "weights v3: 64 engine v3" in lines
