@@ -16,10 +16,7 @@ within a function, where a message or the config asks for it."""
 
 PACKAGES = ("bus", "runtime", "planning", "actors")
 
-STAYS = {
-    "actors/engines/torch_verbs.py": "mechanisms, which a file of the spine does not mention",
-    "runtime/launch/ray/wants.py": "what is decided without Ray, which its importer loads",
-}
+STAYS = {"actors/engines/torch_verbs.py": "mechanisms, which a file of the spine does not mention"}
 
 
 def code_lines(text: str, tree: ast.AST) -> int:

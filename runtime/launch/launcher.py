@@ -373,7 +373,7 @@ class Joiner:
             process_backend(folder, connection.config, roles, tasks) as backend,
             process_host(connection, console, backend, tasks) as agent,
         ):
-            agent.spawn(_follow(agent, connection.config.run.lease_s), name="follow_run")
+            agent.spawn(follow(agent, connection.config.run.lease_s), name="follow_run")
             try:
                 names = {name: part.pool for part in self._parts for name in await self._names_for(agent, part)}
                 if name := connection.config.host.name:
@@ -458,7 +458,7 @@ async def _prepare(folder: Path, console: Console, modules: Sequence[str]) -> No
             console.stage("model", what, clock() - began)
 
 
-async def _follow(agent: NodeAgent, lease_s: float) -> None:
+async def follow(agent: NodeAgent, lease_s: float) -> None:
     """Leave once the first host's agent was not to be found for `lease_s`, which no call to the Store outlasts. A shorter absence is told
     while it lasts.
     """

@@ -37,6 +37,8 @@ FEW = {
     "bulk": (["--runs", "1"], r"\d\.\d"),
     "bus": (["--runs", "1", "--only", "rubato"], r"rubato"),
     "prefill_decode": (["--short"], r"2P2D: [\d.]+ samples/s paced"),
+    "scale": (["--hosts", "1", "2", "--short"], r"2 hosts joined in +[\d.]+ s.*µs of CPU a trajectory"),
+    "soak": (["--minutes", "0.4"], r"folder -?\d+ B/step, Redis -?\d+ B/step"),
     "rlsim": (["1024"], r"one RL iteration, 1024 GPUs, rfabric: \d"),
 }
 """Arguments, and what stands among its figures."""

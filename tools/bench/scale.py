@@ -306,7 +306,8 @@ def per_trajectory(first: Moment, last: Moment) -> float:
 def saturates(found: dict[str, dict[str, Any]], per_host: float) -> dict[str, Any] | None:
     """Where one process of the first host would need a whole core, each host playing `per_host` trajectories a second: the fewest hosts.
 
-    A process needs fixed + each · hosts + work · trajectories: `fixed` is what it used alone, `each` the slope over the runs, `work` the rest.
+    A process needs fixed + each · hosts + work · trajectories: `fixed` is what it used alone, the others follow from the runs with the fewest
+    and the most hosts.
     """
     if len(found) < 2:
         return None
@@ -315,8 +316,10 @@ def saturates(found: dict[str, dict[str, Any]], per_host: float) -> dict[str, An
     best: dict[str, Any] | None = None
     for name, used in many["head"].items():
         fixed = many["idle"].get(name, 0.0)
-        each = max(0.0, (used - few["head"].get(name, 0.0)) / (most - least))
-        work = max(0.0, few["head"].get(name, 0.0) - fixed - each * least) / few["trajectories_s"]
+        above = few["head"].get(name, 0.0) - fixed, used - fixed
+        rates = few["trajectories_s"], many["trajectories_s"]
+        each = max(0.0, (above[1] * rates[0] - above[0] * rates[1]) / (most * rates[0] - least * rates[1]))
+        work = max(0.0, above[0] - each * least) / rates[0]
         if (slope := each + work * per_host) > 0.0:
             hosts = int((1.0 - fixed) / slope)
             if best is None or hosts < best["hosts"]:
