@@ -4,7 +4,8 @@ from collections.abc import Iterable
 
 from rubato.runtime.config.sections import StateSection
 from rubato.runtime.errors import LaunchError
-from rubato.runtime.store.redis import IS_CLUSTER, MIN_REPLICAS, PATIENCE_S, Figures, RedisStore
+from rubato.runtime.store.redis import MIN_REPLICAS, PATIENCE_S, Figures, RedisStore
+from rubato.runtime.store.refusals import IS_CLUSTER
 from rubato.runtime.store.store import StoreUnavailable
 
 CONTACT_S = 3.0

@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from functools import cache
 from itertools import count
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple, cast
 from urllib.parse import urlsplit
 
@@ -51,9 +52,6 @@ from rubato.runtime.store.store import (
 Figures = Mapping[str, object]
 """What a server answers to INFO, by field."""
 
-NEARLY = 0.99
-"""Of its memory: a server that refuses writes stays just below its limit as often as above it."""
-
 Argument = str | bytes | int
 
 Reply = Any
@@ -83,9 +81,6 @@ REPLICA_S = 1.0
 NO_ROOM = re.compile(r"\b(OOM|MISCONF|NOREPLICAS)\b")
 """How a server says, also from inside a script, that it refuses writes for want of memory, of a disk that takes them, or of a replica."""
 
-NO_REPLICA = "NOREPLICAS no replica acknowledged the write"
-"""The same of a server that made it."""
-
 REPLY_S = 10.0
 """Longer than a server stalls when its disk is busy, short enough to notice a host that vanished."""
 
@@ -97,11 +92,6 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 0.5
 
 MIN_REPLICAS = "min_slaves_good_slaves"
 """Replicas that keep up, as a server tells of which `min-replicas-to-write` is set."""
-
-IS_CLUSTER = (
-    "state.url names a Redis Cluster, which a run does not use: its state is one slot, and fails over by Sentinel. "
-    "Name a single server, or redis+sentinel://HOST:PORT/SERVICE."
-)
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
@@ -203,12 +193,12 @@ class RedisLink:
         figures = await self.figures()
         is_replicated = self._acknowledged == self._replicated or MIN_REPLICAS in figures
         if figures.get("rdb_last_bgsave_status") != "err" and not is_replicated:
-            return full(self.url, figures)
+            return _refusals().full(self.url, figures)
         try:  # whether a failed snapshot, or too few replicas, make it refuse writes, it does not say
             await self._attempts(lambda: self._acknowledged("SET", self.key("room"), "", "PX", 1), budget_s=0.0)
         except StoreFull as error:
             return str(error)
-        return full(self.url, figures)
+        return _refusals().full(self.url, figures)
 
     async def close(self) -> None:
         await self._redis.aclose()
@@ -237,38 +227,23 @@ class RedisLink:
                 return reply
             except (*TEMPORARY, *REFUSALS) as error:
                 if isinstance(error, REFUSALS) or isinstance(error.__cause__, REFUSALS):  # redis-py may wrap the latter
-                    raise self._refused(error) from error
+                    raise StoreUnavailable(_refusals().refused(self.url, error)) from error
                 if loop.time() - began + pause_s > budget_s:
-                    raise self._away(loop.time() - began, error) from error
+                    raise StoreUnavailable(_refusals().away(self.url, loop.time() - began, error)) from error
             except InvalidResponse as error:
-                raise StoreUnavailable(
-                    f"{self.url} is taken by a server that is not Redis. Correct state.url, or leave it out to use the embedded server."
-                ) from error
+                raise StoreUnavailable(_refusals().stranger(self.url)) from error
             except ResponseError as error:
                 found = NO_ROOM.search(str(error))
                 if not isinstance(error, OutOfMemoryError) and not found:
                     raise _rejection(self.url, error) from error
                 want = found[1] if found else "OOM"
                 if loop.time() - began + pause_s > min(budget_s, ROOM_S):
-                    raise StoreFull(out_of_room(self.url, want)) from error
+                    raise StoreFull(_refusals().out_of_room(self.url, want)) from error
                 if want == "NOREPLICAS":  # another may be the master by now, which only new connections are led to
                     await self._redis.connection_pool.disconnect(inuse_connections=False)
             honour(task, cancelled)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-
-    def _refused(self, error: Exception) -> StoreUnavailable:
-        if isinstance(error, NoPermissionError):
-            return StoreUnavailable(f"{self.url} does not allow its user a command: {error}. Give the user the rights in docs/security.md.")
-        return StoreUnavailable(
-            f"{self.url} refused the password. Set state.url with one, or leave state.url out to use the embedded server."
-        )
-
-    def _away(self, seconds: float, error: Exception) -> StoreUnavailable:
-        return StoreUnavailable(
-            f"{self.url} could not be reached for {seconds:.0f} s ({error or type(error).__name__}). "
-            "Start that server or correct state.url, or leave state.url out to use the embedded server."
-        )
 
     async def _evaluate(
         self, command: Callable[..., Awaitable[Reply]], what: Script, keys: Sequence[str], args: Sequence[Argument]
@@ -289,12 +264,17 @@ class RedisLink:
             both.execute_command(*words)  # pyright: ignore[reportUnknownMemberType]
             both.execute_command("WAIT", 1, round(1000 * REPLICA_S))  # pyright: ignore[reportUnknownMemberType]
             replies = cast("list[Reply]", await both.execute(raise_on_error=False))
-        for reply in replies:
-            if isinstance(reply, Exception):
-                raise reply
+        if failed := [reply for reply in replies if isinstance(reply, Exception)]:
+            raise failed[0]
         if not replies[1]:
-            raise ResponseError(NO_REPLICA)
+            raise ResponseError("NOREPLICAS none acknowledged it")
         return replies[0]
+
+
+def _refusals() -> ModuleType:
+    from rubato.runtime.store import refusals  # of no use while all is well
+
+    return refusals
 
 
 def honour(task: "asyncio.Task[Any] | None", before: int) -> None:
@@ -321,11 +301,7 @@ def _connect(url: str) -> "Redis":
 def _checked(url: str) -> str:
     """The URL without secrets. Raises StoreError for one that redis-py would stumble over."""
     if not url.startswith(SCHEMES):
-        scheme, found, _ = url.partition("://")  # no more of it is shown: it may hold a password
-        if scheme == "redis+cluster":
-            raise StoreError(IS_CLUSTER)
-        said = f"starts with {scheme}://" if found else "names no protocol"
-        raise StoreError(f"state.url {said}; write one of {', '.join(SCHEMES)} and the server's address.")
+        raise StoreError(_refusals().scheme(url, SCHEMES))
     if url.startswith(SENTINELS):
         from rubato.runtime.store.sentinel import parse
 
@@ -345,29 +321,6 @@ def _rejection(url: str, error: ResponseError) -> Exception:
     if code in CODES and number.isdigit():
         return Rejected(code, int(number))
     return StoreError(f"{url} refused a command: {error}")
-
-
-def full(url: str, figures: Figures) -> str:
-    """Why the server at `url` takes no more writes, in a sentence; empty while it does."""
-    if figures.get("aof_last_write_status") == "err":
-        return out_of_room(url, "MISCONF")
-    most, used = figures.get("maxmemory"), figures.get("used_memory")
-    if isinstance(most, int) and isinstance(used, int) and 0 < NEARLY * most <= used:
-        return out_of_room(url, "OOM")
-    return ""
-
-
-WANTS = {
-    "OOM": ("has used all memory it may (maxmemory)", "Give it more"),
-    "MISCONF": ("could not write to its disk", "Free space there"),
-    "NOREPLICAS": ("has no replica that takes its writes", "Start one"),
-}
-
-
-def out_of_room(url: str, want: str) -> str:
-    """The one sentence for it, wherever it is noticed."""
-    what, remedy = WANTS[want]
-    return f"the Store at {url} {what} and refuses writes. The run pauses. {remedy}: the run goes on by itself"
 
 
 class RedisStore:
