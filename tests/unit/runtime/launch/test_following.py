@@ -18,4 +18,4 @@ async def test_a_host_leaves_a_run_whose_first_host_is_gone_though_node_10_is_up
 
     await follow(agent, 0.01)
 
-    assert ended == ["failed"]
+    assert ended == ["lost"]

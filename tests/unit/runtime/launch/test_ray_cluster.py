@@ -47,7 +47,7 @@ def test_the_sentence_says_what_no_node_has(spec, said):
 
 
 def test_a_back_end_whose_package_is_not_installed_is_refused_with_what_installs_it(monkeypatch):
-    monkeypatch.setattr("rubato.runtime.launch.placer.find_spec", lambda _: None)
+    monkeypatch.setattr("rubato.runtime.launch.ray.placer.find_spec", lambda _: None)
     job = {"bus": {"host": "127.0.0.1"}, "actors": {"engine": {"class": "rubato.runtime.actor:Actor"}}}
     hosts = {"hosts": {"far": {"pools": {"engine": 1}}}}
 
