@@ -74,7 +74,7 @@ class HttpServer(uvicorn.Server):
         """Answer on one more socket, or on this alone, until cancelled: at most `most` connections at once, each for at most `life_s`."""
         if not self.config.loaded:
             self.config.load()
-        room = {"config": self.config, "server_state": self.server_state, "app_state": {}}
+        room: dict[str, Any] = {"config": self.config, "server_state": self.server_state, "app_state": {}}
         connected = set[Any]()
         counted = _counted(self.config.http_protocol_class, connected, most, life_s)
         server = await asyncio.get_running_loop().create_server(lambda: counted(**room), sock=listening)
@@ -94,7 +94,7 @@ def _counted(protocol: Any, connected: set[Any], most: int, life_s: float) -> An
         _over: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
+            super().connection_made(transport)  # pyright: ignore[reportUnknownMemberType]
             connected.add(self)
             if len(connected) > most:
                 transport.abort()
@@ -105,6 +105,6 @@ def _counted(protocol: Any, connected: set[Any], most: int, life_s: float) -> An
             connected.discard(self)
             if self._over is not None:
                 self._over.cancel()
-            super().connection_lost(exc)
+            super().connection_lost(exc)  # pyright: ignore[reportUnknownMemberType]
 
     return Counted

@@ -263,7 +263,7 @@ class RedisLink:
         async with asyncio.timeout(REPLY_S), self._redis.pipeline(transaction=False) as both:
             both.execute_command(*words)  # pyright: ignore[reportUnknownMemberType]
             both.execute_command("WAIT", 1, round(1000 * REPLICA_S))  # pyright: ignore[reportUnknownMemberType]
-            replies = cast("list[Reply]", await both.execute(raise_on_error=False))
+            replies: list[Reply] = await both.execute(raise_on_error=False)
         if failed := [reply for reply in replies if isinstance(reply, Exception)]:
             raise failed[0]
         if not replies[1]:

@@ -4,7 +4,7 @@ A sentinel that was cut off may still name the master of before. So a process ta
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple, cast
 from urllib.parse import parse_qsl, urlsplit
@@ -99,7 +99,9 @@ class Sentinels(Sentinel):
     """The sentinels of `where`, asked one after the other. The one that answered last is asked first."""
 
     def __init__(self, where: SentinelUrl) -> None:
-        super().__init__(where.hosts, sentinel_kwargs={**LINK, "retry": Retry(NoBackoff(), 0), **where.sentinel})
+        super().__init__(  # pyright: ignore[reportUnknownMemberType]
+            where.hosts, sentinel_kwargs={**LINK, "retry": Retry(NoBackoff(), 0), **where.sentinel}
+        )
         self.where = where
         self._names = {id(sentinel): f"{host}:{port}" for sentinel, (host, port) in zip(self.sentinels, where.hosts, strict=True)}
         self.newest: Mapping[str, Any] = {"config-epoch": 0}
@@ -130,7 +132,7 @@ class Sentinels(Sentinel):
                 known += masters
             elif state["config-epoch"] < self.newest["config-epoch"]:
                 away.append(f"{name} names the master of before")
-            elif not self.check_master_state(state, service_name):
+            elif not self.check_master_state(state, service_name):  # pyright: ignore[reportUnknownMemberType]
                 away.append(f"{name} sees the master of {service_name} down")
             else:
                 self.newest = state
@@ -152,8 +154,8 @@ class _MasterPool(SentinelConnectionPool):
     """Connections to the master alone: once another one is found, those to the one before are ended, also those under way."""
 
     async def get_master_address(self) -> tuple[str, int]:
-        before = self.master_address
-        found = await super().get_master_address()
+        before: tuple[str, int] | None = self.master_address  # pyright: ignore[reportUnknownMemberType]
+        found: tuple[str, int] = await super().get_master_address()  # pyright: ignore[reportUnknownMemberType]
         if before not in (None, found):
             await self.disconnect(inuse_connections=True)
         return found
@@ -172,7 +174,7 @@ async def watch(url: str, told: Told) -> None:
     while True:
         for sentinel in tuple(sentinels.sentinels):
             with suppress(RedisError, OSError, StoreError):
-                async with sentinel.pubsub(ignore_subscribe_messages=True) as news:
+                async with sentinel.pubsub(ignore_subscribe_messages=True) as news:  # pyright: ignore[reportUnknownMemberType]
                     await news.subscribe(SWITCHED)
                     while True:
                         now = "{}:{}".format(*await sentinels.discover_master(sentinels.where.service))
@@ -180,7 +182,7 @@ async def watch(url: str, told: Told) -> None:
                             told(before, now)
                         before = now
                         honour(task, 0)
-                        await anext(news.listen())
+                        await anext(cast("AsyncIterator[Any]", news.listen()))  # pyright: ignore[reportUnknownMemberType]
         await asyncio.sleep(AGAIN_S)
 
 
