@@ -116,7 +116,10 @@ class Looked(msgspec.Struct):
 
 def shown(url: str) -> str:
     """`url` without a password or a query, for what is told and logged."""
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError:  # its text may hold a password
+        return f"{url.partition('://')[0]}://…"
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", "")) if "://" in url else url
 
 
@@ -129,6 +132,10 @@ def check_url(url: str) -> None:
                 f"{KEY}={shown(url)} is neither a whole path nor a URL. Write /folder, s3://bucket/folder or gs://bucket/folder."
             )
         return
+    try:
+        netloc = urlsplit(url).netloc
+    except ValueError:
+        raise ConfigError(f"{KEY}={shown(url)} is no URL: what stands behind :// can't be read. Write s3://bucket/folder.") from None
     if scheme == "file":
         return
     package, extra = EXTRAS.get(scheme, ("", ""))
@@ -139,7 +146,7 @@ def check_url(url: str) -> None:
         raise ConfigError(
             f"{KEY}={shown(url)}: {scheme}:// needs {package}, which is not installed. Install it with: pip install '{with_what}'"
         )
-    if scheme in EXTRAS and not urlsplit(url).netloc:
+    if scheme in EXTRAS and not netloc:
         raise ConfigError(f"{KEY}={shown(url)} names no bucket. Write {scheme}://BUCKET/FOLDER.")
 
 
@@ -237,6 +244,8 @@ class Mirror:
     def bring(self, copy: Copy, found: Complete, to: Path) -> None:
         """Write a whole copy to the new folder `to`: the checkpoint to checkpoints/step_N, the files beside it directly."""
         folder = to / "checkpoints" / f"step_{copy.step}"
+        if other := sorted(found.beside.keys() - set(BESIDE)):  # code of the run's own folder is run
+            raise MirrorError(f"{self.shown}/{copy.name} is altered: its {COMPLETE} has {other[0]!r} beside the checkpoint")
         try:
             for name, known in found.files.items():
                 self._fetch(f"{copy.name}/{name}", _within(folder, name), known)

@@ -201,6 +201,8 @@ class LaunchSection(Section):
         for name in hosts:
             if not POOL.match(name):
                 raise ValueError(f"{name} can't be a name of hosts: use letters, digits, - and _")
+            if name == "node":
+                raise ValueError("node can't be a name of hosts: node-1 is the launching one")
         return hosts
 
 

@@ -349,6 +349,8 @@ class NodeAgent(HostBlobs):
         except StoreUnavailable:
             return full
         self.seen = Seen(seen, asyncio.get_running_loop().time())
+        if self.name != NODE:  # the first host tells its user
+            return full
         if not self.job.state.url:  # it writes to the run's own disk, which is all that it can be short of
             state = self.run.folder / "state"
             self.room(STORE, str(state) if said else "", free_bytes(state) if said else 0)

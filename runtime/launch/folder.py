@@ -39,6 +39,9 @@ MARK = "rubato\n"
 """What the lock file of a folder of ours holds: a `config.yaml` or `logs` beside it are a run's, not a user's."""
 REPLACED = ".replaced"
 """Where the run before waits until the launch that replaces it is sure to start."""
+BROUGHT = ".brought"
+"""Folder in which a run that comes back is put together."""
+
 CARD_GROWS = 32
 """Bytes by which the figures of a run's end may be longer than those at its start."""
 MAX_TEMPORARY_BYTES = 60
@@ -166,10 +169,7 @@ class RunFolder:
             self._check(resume=False, force=False, model=model)
             self._take_lock()
             try:
-                self._check_new(resume=False, force=False)
-                told = bring(self.path)
-                with os.fdopen(os.open(self.config, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-                    file.write(config)
+                told = self._brought(bring, config)
             finally:
                 self.close()
                 if [entry.name for entry in self.path.iterdir()] == [".lock"]:
@@ -245,6 +245,27 @@ class RunFolder:
         if Path(previous.sockets).name.startswith(PREFIX):
             _clear(Path(previous.sockets))
         return previous
+
+    def _brought(self, bring: Callable[[Path], list[str]], config: str) -> list[str]:
+        """What is brought counts once its config is there; one that was cut short then is ended here."""
+        room, told = self.path / BROUGHT, list[str]()
+        if not (room / self.config.name).exists():
+            self._check_new(resume=False, force=False)
+            shutil.rmtree(room, ignore_errors=True)
+            room.mkdir(mode=0o700)
+            try:
+                told = bring(room)
+                draft = room / f".{self.config.name}"
+                with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
+                    file.write(config)
+                draft.replace(room / self.config.name)
+            except BaseException:
+                shutil.rmtree(room, ignore_errors=True)
+                raise
+        for entry in sorted(room.iterdir(), key=lambda entry: entry.name == self.config.name):
+            entry.replace(self.path / entry.name)
+        room.rmdir()
+        return told
 
     def _take_lock(self) -> None:
         make_private(self.path)

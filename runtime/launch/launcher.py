@@ -322,7 +322,7 @@ class Joiner:
         for part in self._parts:
             if not 1 <= part.num <= MOST_ADDED:
                 raise LaunchError(f"can't add {part.num} actors: between 1 and {MOST_ADDED} at a time.")
-        host = _checked(self._host) if self._host else _own_address(self._token.gate or self._token.url)
+        host = _checked(self._host) if self._host else _own_address(self._token.reached_at)
         allow_many_files()
         main = asyncio.current_task()
         assert main is not None
@@ -486,8 +486,16 @@ def _interrupt(agent: NodeAgent, number: signal.Signals) -> None:
     agent.end(JobOutcome("interrupted", f"{agent.name} left the run"))
 
 
-def _own_address(there: str) -> str:
-    """The address of this host that leads to `there`: no packet is sent."""
+def _own_address(there: Sequence[str]) -> str:
+    """The address of this host that leads to one of these URLs: no packet is sent. Raises LaunchError, of the last."""
+    *others, last = there
+    for each in others:
+        with suppress(LaunchError):
+            return _address_to(each)
+    return _address_to(last)
+
+
+def _address_to(there: str) -> str:
     parts = urlsplit(there)
     family = socket.AF_INET6 if ":" in (parts.hostname or "") else socket.AF_INET
     try:

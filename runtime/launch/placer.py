@@ -6,9 +6,10 @@ Of the config it is named by `launch.backend`, and of each kind of host by `laun
 """
 
 import asyncio
+import json
 import signal
 from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -35,6 +36,9 @@ BACKENDS = {
 
 RESTARTS, WINDOW_S = 5, 300.0
 """Hosts lost in place of one within the window, after which the job fails: as an actor's `restarts`."""
+
+WRITE_AGAIN_S = 1.0
+"""Between two attempts to write down what became of hosts."""
 
 LEAVE_S = 10.0
 """For the hosts that are still there when the job is over; each is killed past it."""
@@ -158,7 +162,7 @@ def _target(config: Config) -> str:
 def join_command(spec: HostSpec, name: str, token: str) -> JoinCommand:
     """Command that the host `name` of `spec` runs."""
     brings = ",".join(f"{name}={num}" for name, num in {**spec.pools, **spec.roles}.items())
-    labels = [f"host.labels=[{','.join(spec.labels)}]"] if spec.labels else []
+    labels = [f"host.labels={json.dumps(spec.labels)}"] if spec.labels else []
     return JoinCommand("rubato.runtime.cli", ("add", f"host.name={name}", *labels, "--pools", brings, "--join", "-"), token)
 
 
@@ -186,6 +190,8 @@ class PlacedHosts:
         self._placing: set[asyncio.Task[Incarnation]] = set()
         self._token = token
         self._records: dict[str, HostRecord] = {}
+        self._unwritten: dict[str, bytes] = {}
+        self._writes = False
         left = frozenset((ExitCode.DONE, ExitCode.INTERRUPTED))
         self.host = JobHost(self, agent.spawn, self._died, leaves_by=left)
 
@@ -248,11 +254,21 @@ class PlacedHosts:
         self._write({record_key(name): msgspec.json.encode(record)})
 
     def _write(self, changes: Mapping[str, bytes]) -> None:
-        self._agent.spawn(self._writing(changes), name="host.record")
+        self._unwritten |= changes
+        if not self._writes:
+            self._writes = True
+            self._agent.spawn(self._write_all(), name="host.records")
 
-    async def _writing(self, changes: Mapping[str, bytes]) -> None:
-        with suppress(StoreUnavailable):  # the list is older by one change until the next
-            await self._agent.store.write(changes)
+    async def _write_all(self) -> None:
+        """One write after another, so that the newest of a host stands; again while the Store is away."""
+        while self._unwritten and not self._agent.over.done():
+            changes, self._unwritten = self._unwritten, {}
+            try:
+                await self._agent.store.write(changes)
+            except StoreUnavailable:
+                self._unwritten = changes | self._unwritten
+                await asyncio.sleep(WRITE_AGAIN_S)
+        self._writes = False
 
 
 class _Hosted:

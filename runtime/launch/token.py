@@ -55,6 +55,15 @@ class JoinToken(msgspec.Struct, frozen=True, array_like=True):
         """`state_url` with its variables. Raises ConfigError where one is not set here."""
         return fill(self.state_url, "state.url").value
 
+    @property
+    def reached_at(self) -> list[str]:
+        """URLs of the hosts of which a host that joins has to reach one at least. Raises ConfigError, and StoreError."""
+        if self.gate or not self.url.startswith(SENTINELS):
+            return [self.gate or self.url]
+        from rubato.runtime.store.sentinel import parse  # of no use to most
+
+        return [f"tcp://{spelt(host)}:{port}" for host, port in parse(self.url).hosts]
+
     def __repr__(self) -> str:
         return f"JoinToken({self.run_id}, {self.gate})"
 

@@ -17,7 +17,7 @@ MAX_BYTES = 64 * 1024 * 1024
 """Size at which a log file is moved to `.1` (replacing the one before): no actor fills a disk."""
 
 SECRET_KEYS = re.compile(r"(?i)password|passwd|secret|api_?key|private_?key|authorization|credential")
-SECRET_IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+SECRET_IN_URL = re.compile(r"(?i)(?<=://)[^/@\s]+(?=@)|(?<=password=)[^&\s]+|(?<=secret=)[^&\s]+")
 HIDDEN = "***"
 
 Hide = Callable[[str], str]
@@ -114,7 +114,7 @@ def hide_secrets(_: WrappedLogger, __: str, event: EventDict, *, hide: Hide = st
 
 
 def without_passwords(tree: Any) -> Any:
-    """A copy of plain data such as a config, without the user:password part of the URLs in it: for what leaves this host."""
+    """A copy of plain data such as a config, without the passwords in the URLs in it: for what leaves this host."""
     if isinstance(tree, dict):
         return {key: without_passwords(value) for key, value in cast("dict[Any, Any]", tree).items()}
     if isinstance(tree, list):

@@ -41,7 +41,11 @@ LINK: Mapping[str, Any] = {"protocol": 2, "socket_connect_timeout": ANSWER_S, "s
 """Of a connection to a sentinel: `watch` waits on one for as long as it takes."""
 
 OPTIONS = frozenset({"sentinel_username", "sentinel_password"})
-"""Beside these, options of TLS (`ssl_…`) may stand behind the `?`."""
+TLS_OPTIONS = frozenset(
+    {"ssl_keyfile", "ssl_certfile", "ssl_cert_reqs", "ssl_ca_certs", "ssl_ca_path", "ssl_check_hostname", "ssl_ciphers", "ssl_password"}
+)
+CERT_REQS = ("none", "optional", "required")
+"""What may stand behind the `?`; what is of TLS with rediss+sentinel:// alone."""
 
 Told = Callable[[str, str], None]
 Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -71,9 +75,12 @@ def parse(url: str) -> SentinelUrl:
     if not service or len(hosts) > MAX_SENTINELS or (db and not db.isdecimal()):
         raise StoreError(f"state.url names no service, up to {MAX_SENTINELS} sentinels and a database's number. Write {FORM}.")
     given = dict(parse_qsl(query))
-    if wrong := sorted(name for name in given if name not in OPTIONS and not name.startswith("ssl_")):
-        raise StoreError(f"state.url has the option {wrong[0]}. With sentinels there are sentinel_username, sentinel_password and ssl_….")
     tls = {"ssl": True} if scheme.startswith("rediss") else {}
+    known = OPTIONS | TLS_OPTIONS if tls else OPTIONS
+    if wrong := sorted(given.keys() - known):
+        raise StoreError(f"state.url has the option {wrong[0]}. With {scheme}:// there are {', '.join(sorted(known))}.")
+    if given.get("ssl_cert_reqs", "none") not in CERT_REQS:
+        raise StoreError(f"state.url has an ssl_cert_reqs that there is not. It is one of {', '.join(CERT_REQS)}.")
     try:
         server: dict[str, Any] = {**parse_url(f"redis://{user}{at}host/{db}?{query}"), **tls}
     except ValueError:  # its text may hold the password

@@ -171,6 +171,14 @@ def test_no_file_holds_a_secret_and_every_file_is_applied():
     assert sorted(listed["resources"]) == sorted(path.name for path in FOLDER.glob("*.yaml") if path.name != "kustomization.yaml")
 
 
+def test_on_gpus_the_image_is_found_by_the_name_that_it_has_by_then():
+    """Kustomize passes over an image of another name in silence."""
+    base, gpu = (yaml.safe_load((DEPLOY / kind / "kustomization.yaml").read_text())["images"] for kind in ("kubernetes", "kubernetes-gpu"))
+
+    assert [image["name"] for image in gpu] == [image["newName"] for image in base]
+    assert not any("newName" in image for image in gpu)
+
+
 def test_an_image_is_built_for_each_kind_of_machine_from_what_the_package_is_made_of():
     lines = (DEPLOY / "Dockerfile").read_text().splitlines()
     targets = {line.rpartition(" AS ")[2] for line in lines if line.startswith("FROM")}

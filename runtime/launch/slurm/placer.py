@@ -188,8 +188,11 @@ class SlurmPlacer:
 
     async def _end_earlier(self) -> None:
         """End by its name what an earlier launcher of this run left."""
-        while steps := [line.partition("|")[0] for line in await self._steps() if line.partition("|")[2] == self._name]:
-            await _output("scancel", *steps)
+        told = set[str]()
+        while steps := {line.partition("|")[0] for line in await self._steps() if line.partition("|")[2] == self._name}:
+            if new := steps - told:
+                await _output("scancel", *sorted(new), check=False)  # one of them may have ended since
+                told |= new
             await asyncio.sleep(LOOK_S)
 
     async def _steps(self) -> list[str]:

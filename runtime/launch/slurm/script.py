@@ -12,6 +12,7 @@ from rubato.runtime.config.compose import load
 from rubato.runtime.errors import ExitCode, LaunchError
 from rubato.runtime.launch.slurm.groups import NodeGroup, node_groups
 from rubato.runtime.launch.slurm.step import REQUEUE
+from rubato.runtime.observe.log import SECRET_IN_URL
 
 MARK = "# Made by rubato slurm; submit it with: sbatch"
 """A file without this line is not replaced."""
@@ -66,6 +67,11 @@ def main(argv: Sequence[str]) -> int:
             raise LaunchError(f"{name} {value} is not between {least} and {most}.")
     if wrong := [option for option in given.sbatch if not re.fullmatch(r"--?[A-Za-z][ -~]*", option)]:
         raise LaunchError(f"--sbatch={wrong[0]!r} is no option of sbatch. Write it as --sbatch=--time=8:00:00.")
+    if open_ := [change for change in given.changes if any("${" not in found for found in SECRET_IN_URL.findall(change))]:
+        key = open_[0].partition("=")[0]
+        raise LaunchError(
+            f"{key} has a password in it, which the script would show. Write ${{NAME}} in its place, set where sbatch is called."
+        )
     named = any(change.startswith("bus.host=") for change in given.changes)
     config = load(given.config, [*given.changes, *([] if named else ["bus.host=127.0.0.1"])])
     _write(given.out, script_of(config, given, own_address=bool(config.launch.hosts) and not named))
@@ -113,7 +119,8 @@ def _write(path: Path, script: str) -> None:
     try:
         if path.exists() and MARK not in path.read_text(errors="replace")[:1000]:
             raise LaunchError(f"{path} was not made by rubato slurm. Name another file.")
+        path.touch(mode=0o700)
+        path.chmod(0o700)  # changes of keys may hold what others are not to read
         path.write_text(script)
-        path.chmod(0o755)
     except OSError as error:
         raise LaunchError(f"{path} can't be written: {error.strerror}.") from error

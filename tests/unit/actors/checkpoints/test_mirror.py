@@ -1,6 +1,7 @@
 """Copies of checkpoints in a mirror: whole or not there, of the latest trainer alone, and read back as they were."""
 
 import json
+from hashlib import blake2b
 from pathlib import Path
 
 import msgspec
@@ -141,6 +142,21 @@ def test_a_copy_whose_names_lead_elsewhere_is_refused(run, place, tmp_path):
         mirror.bring(str(place), tmp_path / "new")
 
 
+@pytest.mark.parametrize("name", ["code/evil.py", "run.json", ".lock"])
+def test_a_copy_brings_beside_its_checkpoint_no_file_but_rows(run, place, tmp_path, name):
+    at = Mirror(str(place))
+    copy = copied(at, run, 3)
+    told = msgspec.json.decode((place / copy.name / COMPLETE).read_bytes())
+    told["beside"][name] = [0, blake2b(digest_size=32).hexdigest()]
+    (place / copy.name / COMPLETE).write_bytes(json.dumps(told).encode())
+    (tmp_path / "new").mkdir()
+
+    with pytest.raises(MirrorError, match=r"is altered: its complete\.json has"):
+        mirror.bring(str(place), tmp_path / "new")
+
+    assert list((tmp_path / "new").iterdir()) == []
+
+
 def test_an_empty_mirror_has_nothing_to_go_on_from(place, tmp_path):
     with pytest.raises(MirrorError, match="holds no checkpoint to go on from"):
         mirror.bring(str(place), tmp_path)
@@ -150,6 +166,8 @@ def test_an_empty_mirror_has_nothing_to_go_on_from(place, tmp_path):
     ("url", "said"),
     [
         ("copies/run", "neither a whole path nor a URL"),
+        ("s3://:hunter2@[x/y", "checkpoint.mirror=s3://… is no URL: "),
+        ("file://:hunter2@[x", "checkpoint.mirror=file://… is no URL: "),
         ("foo://bucket/run", "there is no foo://"),
         ("adl://user:hunter2@store/run", "adl:// needs"),
     ],

@@ -235,6 +235,34 @@ def test_a_folder_is_made_anew_for_a_run_that_comes_back_and_can_be_resumed(tmp_
     assert (tmp_path / "run" / "config.yaml").stat().st_mode & 0o777 == 0o600
 
 
+def test_a_run_that_was_cut_short_as_it_came_back_comes_back_the_next_time(tmp_path, monkeypatch):
+    def bring(folder):
+        (folder / "checkpoints" / "step_3").mkdir(parents=True)
+        (folder / "metrics.jsonl").write_text("")
+        return ["after step 3"]
+
+    class Killed(BaseException):
+        pass
+
+    def killed(entry, to):
+        if entry.name == "metrics.jsonl":
+            raise Killed
+        return replace(entry, to)
+
+    replace = Path.replace
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", killed)
+        with pytest.raises(Killed):
+            RunFolder(tmp_path / "run").bring(bring, "run: {}\n", "")
+    assert not (tmp_path / "run" / "config.yaml").exists()
+
+    RunFolder(tmp_path / "run").bring(lambda folder: pytest.fail("all of it is there"), "", "")
+
+    assert _names(tmp_path / "run") == [".lock", "checkpoints", "config.yaml", "metrics.jsonl"]
+    assert (tmp_path / "run" / "checkpoints" / "step_3").is_dir()
+    assert (tmp_path / "run" / "config.yaml").read_text() == "run: {}\n"
+
+
 def test_where_nothing_could_be_brought_no_folder_is_left(tmp_path):
     def fails(folder):
         raise LaunchError("nothing there")

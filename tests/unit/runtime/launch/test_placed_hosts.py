@@ -17,6 +17,7 @@ from rubato.runtime.launch.host_list import HostRow, host_rows, name_key
 from rubato.runtime.launch.placer import BACKENDS, HostSpec, PlacedHosts, join_command, placed_hosts, placer_problems, specs_of
 from rubato.runtime.memory import MemoryStore
 from rubato.runtime.registry import ActorRecord
+from rubato.runtime.store.store import StoreUnavailable
 from tests.contract.placers import ScriptedPlacer
 from tests.virtual import virtual
 
@@ -67,7 +68,7 @@ async def test_every_host_is_asked_for_with_all_that_it_brings():
         commands = [host.join for host in placer.hosts]
 
     assert [command.arguments for command in commands] == [
-        ("add", f"host.name=far-{number}", "host.labels=[h20,ib]", "--pools", "far=3,env=4", "--join", "-") for number in (1, 2)
+        ("add", f"host.name=far-{number}", 'host.labels=["h20", "ib"]', "--pools", "far=3,env=4", "--join", "-") for number in (1, 2)
     ]
     assert all("token" not in command.arguments for command in commands)
     assert commands[0].token == "token"
@@ -123,6 +124,28 @@ async def test_the_list_of_hosts_says_what_has_become_of_each():
         "far-1", "here", "scripted-3", {"far": 2}, "ready", "node-2", "vm", "tcp://10.0.0.6:1", ["engine-1", "engine-2"]
     )
     assert joined[1:] == placed[1:]
+
+
+@virtual
+async def test_while_the_store_is_away_what_becomes_of_hosts_is_kept_and_the_newest_stands(monkeypatch):
+    async with keeping(HostSpec("far", 1)) as (placer, agent, _):
+        writing, away = agent.store.write, asyncio.Event()
+
+        async def write(changes):
+            if not away.is_set():
+                raise StoreUnavailable("away")
+            await writing(changes)
+
+        monkeypatch.setattr(agent.store, "write", write)
+        placer.hosts[0].ends(Ending("lost", "its node went away", lost=True))
+        await asyncio.sleep(3.0)
+        before = await host_rows(agent.store)
+        away.set()
+        await asyncio.sleep(3.0)
+        after = await host_rows(agent.store)
+
+    assert [(row.id, row.state) for row in before] == [("scripted-1", "placed")]
+    assert [(row.id, row.state) for row in after] == [("scripted-2", "placed")]
 
 
 @virtual
@@ -247,6 +270,7 @@ WRONG = [
     (["launch.hosts.remote.pools={}"], "launch.hosts.remote.pools"),
     (["launch.hosts.remote.count=0"], "launch.hosts.remote.count"),
     (["launch.hosts={'a b': {pools: {far: 1}}}"], "a b can't be a name of hosts"),
+    (["launch.hosts={node: {pools: {far: 1}}}"], "node can't be a name of hosts: node-1 is the launching one"),
 ]
 
 

@@ -103,6 +103,7 @@ def test_a_run_without_further_hosts_is_a_job_of_one_node(written):
         (["--sbatch=time=1"], "--sbatch='time=1' is no option of sbatch."),
         (["--sbatch=--time=1\nrm"], "--sbatch='--time=1\\nrm' is no option of sbatch."),
         (["launch.hosts.far.labels=['a&b']"], "the label a&b can't be a feature of Slurm's nodes"),
+        (["state.url=redis://:hunter2@h:1/0"], "state.url has a password in it, which the script would show. Write ${NAME} in its place"),
         (["--out", "job.yaml"], "job.yaml was not made by rubato slurm. Name another file.\n"),
         (["--out", "no/job.sh"], "no/job.sh can't be written: No such file or directory.\n"),
     ],

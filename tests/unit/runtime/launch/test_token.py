@@ -105,6 +105,24 @@ def test_a_token_of_another_version_is_refused_with_both(tmp_path):
         read_token(write_token(token))
 
 
+@pytest.mark.parametrize(
+    ("gate", "url", "there"),
+    [
+        ("tcp://10.0.0.5:77", "redis+sentinel://127.0.0.1/s", ["tcp://10.0.0.5:77"]),
+        (
+            "",
+            "redis+sentinel://:p@10.0.0.1:26380,10.0.0.2,[fd00::3]/s",
+            ["tcp://10.0.0.1:26380", "tcp://10.0.0.2:26379", "tcp://[fd00::3]:26379"],
+        ),
+        ("", "rediss://10.0.0.7:6379/1", ["rediss://10.0.0.7:6379/1"]),
+    ],
+)
+def test_a_host_looks_for_its_address_on_the_way_to_the_gate_or_to_one_of_the_sentinels(tmp_path, gate, url, there):
+    token = structs.replace(token_of(make_keys(tmp_path)), gate=gate, state_url=url)
+
+    assert read_token(write_token(token)).reached_at == there
+
+
 def test_no_secret_is_in_what_is_logged_or_shown(tmp_path, capsys):
     keys = make_keys(tmp_path)
     assert main(["show", "--run", str(tmp_path)]) == 0

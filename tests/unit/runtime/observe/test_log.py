@@ -62,6 +62,7 @@ def test_logging_and_warnings_of_other_libraries_arrive_too(lines):
 def test_secrets_never_reach_the_file(lines):
     logger("launch").info("state", password="p4ss", url="redis://user:p4ss@host:1/0", nested={"api_key": "p4ss"})
     logging.getLogger("redis").error("connecting to redis://:p4ss@host failed")
+    logging.getLogger("redis").error("connecting to redis+sentinel://host/s?sentinel_password=p4ss&db=1 failed")
 
     assert "p4ss" not in json.dumps(lines())
     assert lines()[0]["url"] == "redis://***@host:1/0"
