@@ -159,7 +159,8 @@ class SlurmPlacer:
             self._on[node].remove(spec)
         if said[:1] != ["up"]:
             await process.wait()
-            raise NotPlaced(_last(log, of_slurm=True))
+            why, last = _last(log, of_slurm=True) or "its step ended at once", _last(log)
+            raise NotPlaced(why if not last or why in last else f"{why}; it said: {last[:300]}")
         host = SlurmHost(process, f"{component}.{said[1]}", log, partial(self._released, said[2], spec))
         self._on[said[2]].append(spec)
         self._hosts.add(host)
