@@ -130,7 +130,7 @@ def test_a_job_with_one_of_each_seam_plays_with_all_of_them(installed, tmp_path)
     assert (tmp_path / "lock").exists()
     placed = (tmp_path / "PLACED").read_text().splitlines()  # the placer: environments ran on its host alone
     assert len(placed) == 1
-    assert "add --pools env_manager=1 --join -" in placed[0]
+    assert "add host.name=far-1 --pools env_manager=1 --join -" in placed[0]
     assert not left_behind(run)
 
 
