@@ -161,8 +161,8 @@ class _MasterPool(SentinelConnectionPool):
     """Connections to the master alone: once another one is found, those to the one before are ended, also those under way."""
 
     async def get_master_address(self) -> tuple[str, int]:
-        before: tuple[str, int] | None = self.master_address  # pyright: ignore[reportUnknownMemberType]
-        found: tuple[str, int] = await super().get_master_address()  # pyright: ignore[reportUnknownMemberType]
+        before = cast("tuple[str, int] | None", self.master_address)  # pyright: ignore[reportUnknownMemberType]
+        found = cast("tuple[str, int]", await super().get_master_address())  # pyright: ignore[reportUnknownMemberType]
         if before not in (None, found):
             await self.disconnect(inuse_connections=True)
         return found
