@@ -73,7 +73,8 @@ MAX_READERS = 64
 CONNECT_S = 3.0
 
 ROOM_S = 2.0
-"""A server without room is reported after this long: waiting longer within one call would only hide it."""
+"""A server without room is reported after this long: waiting longer within one call would only hide it. One without a replica is
+waited for as one that is away, since replicas take seconds to follow the next master."""
 
 REPLICA_S = 1.0
 """So long a write waits for a replica, before the master is looked for anew."""
@@ -237,7 +238,8 @@ class RedisLink:
                 if not isinstance(error, OutOfMemoryError) and not found:
                     raise _rejection(self.url, error) from error
                 want = found[1] if found else "OOM"
-                if loop.time() - began + pause_s > min(budget_s, ROOM_S):
+                room_s = budget_s if want == "NOREPLICAS" else min(budget_s, ROOM_S)
+                if loop.time() - began + pause_s > room_s:
                     raise StoreFull(_refusals().out_of_room(self.url, want)) from error
                 if want == "NOREPLICAS":  # another may be the master by now, which only new connections are led to
                     await self._redis.connection_pool.disconnect(inuse_connections=False)
