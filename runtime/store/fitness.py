@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable
 
+from redis.exceptions import RedisError
+
 from rubato.runtime.config.sections import StateSection
 from rubato.runtime.errors import LaunchError
 from rubato.runtime.store.redis import MIN_REPLICAS, PATIENCE_S, Figures, RedisStore
@@ -88,7 +90,10 @@ async def late(url: str) -> list[str]:
     from rubato.runtime.store.sentinel import Sentinels, parse
 
     sentinels = Sentinels(where := parse(url))
-    await sentinels.discover_master(where.service)
+    try:
+        await sentinels.discover_master(where.service)
+    except RedisError:  # none of them answers any more: nothing is known of how they are set
+        return []
     after_s = sentinels.newest["down-after-milliseconds"] / 1000
     if after_s < PATIENCE_S / 2:
         return []

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rubato.runtime.registry import LEASE_TTL_S
-from rubato.runtime.store import sentinel
+from rubato.runtime.store import fitness, sentinel
 from rubato.runtime.store.embedded import find_server
 from rubato.runtime.store.redis import ROOM_S, RedisStore
 from rubato.runtime.store.store import Fence, Fenced, StoreError, StoreFull, StoreUnavailable, WriteNumber
@@ -196,6 +196,13 @@ async def test_whoever_watches_is_told_of_each_change_of_the_master(bed):
         watching.cancel()
 
     assert said == (f"127.0.0.1:{before.port}", f"127.0.0.1:{now.port}")
+
+
+async def test_a_launch_as_sentinels_fall_silent_is_not_ended_by_asking_how_they_are_set(bed):
+    for each in bed.sentinels:
+        await each.kill()
+
+    assert await fitness.late(bed.url) == []
 
 
 async def listens(bed: FailoverBed) -> bool:
