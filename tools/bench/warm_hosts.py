@@ -62,14 +62,16 @@ def _host(folder: Path, token: str, pools: str) -> int:
     os.close(requests)
     os.close(replies_end)
     executed = children.start_module
+    there = [pid]
 
     async def start_module(module: str, *arguments: str, **options: Any) -> Any:
-        """The warm parent is there already; whatever else is started is executed."""
-        if module != forks.MODULE:
+        """The first warm parent is there already; whatever else is started is executed, as is the next one where that was killed for being
+        slow: the pipes of the first are closed by then, and their numbers may be those of other files."""
+        if module != forks.MODULE or not there:
             return await executed(module, *arguments, **options)
         stdout = asyncio.StreamReader()
         await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stdout), os.fdopen(replies, "rb"))
-        return _WarmParent(pid, _Input(requests_end), stdout)
+        return _WarmParent(there.pop(), _Input(requests_end), stdout)
 
     forks.start_module = start_module
     sys.stdin = io.StringIO(f"{token}\n")
