@@ -45,8 +45,11 @@ def writes(path, **columns):
 def writes_everywhere(**columns):
     """Into any folder but those that are its own."""
     own = ("/tmp", "/dev/shm", "/proc")
-    folders = [folder for folder, _, _ in os.walk("/") if not folder.startswith((*own, "/usr"))]
-    return any(writes(f"{folder}/x") for folder in [*folders, "/usr", "/usr/local"])
+    tried = list[str]()
+    for folder, below, _ in os.walk("/"):
+        tried.append(folder)  # a package's folders are mounted with the ones around them, and there are ten thousands
+        below[:] = [name for name in below if os.path.join(folder, name) not in own and folder != "/usr" and name != "site-packages"]
+    return any(writes(f"{folder}/x") for folder in [*tried, "/usr/local"])
 
 
 def changes_settings(**columns):
