@@ -2,7 +2,8 @@
 records it; a test compares the two.
 
 `messages` and `structs` are keyed by class name: a message's is the tag under which it travels. `fields` stand in the order in which they
-travel; one with a `default` may be left out at the end. `replies` are the tags of what may answer; a message without them is not answered.
+travel, in a struct with a `tag` after that; one with a `default` may be left out at the end. `replies` are the tags of what may answer; a
+message without them is not answered.
 """
 
 import importlib
@@ -23,13 +24,18 @@ MODULES = ("rubato.bus.message", "rubato.runtime.messages", "rubato.runtime.blob
 def described() -> dict[str, Any]:
     """What `docs/messages.json` holds."""
     messages = sorted(_messages(), key=lambda message: message.__name__)
-    structs: dict[str, type] = {}
+    structs: dict[str, type[msgspec.Struct]] = {}
     for message in messages:
         _nested(message, structs)
     return {
         "messages": {message.__name__: _message(message) for message in messages},
-        "structs": {name: {"fields": _fields(struct)} for name, struct in sorted(structs.items())},
+        "structs": {name: _struct(struct) for name, struct in sorted(structs.items())},
     }
+
+
+def _struct(struct: type[msgspec.Struct]) -> dict[str, Any]:
+    tag = struct.__struct_config__.tag
+    return {"fields": _fields(struct)} | ({} if tag is None else {"tag": tag})
 
 
 def _messages() -> Iterator[type[Message]]:
@@ -73,7 +79,7 @@ def _type_name(hint: Any) -> str:
     return "nil" if hint is type(None) else getattr(hint, "__name__", str(hint))
 
 
-def _nested(hint: Any, found: dict[str, type]) -> None:
+def _nested(hint: Any, found: dict[str, type[msgspec.Struct]]) -> None:
     """Adds the structs that fields of `hint` hold, which are no messages of their own."""
     for inner in get_args(hint):
         _nested(inner, found)
