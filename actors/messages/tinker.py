@@ -97,6 +97,11 @@ Operation = Begin | ForwardBackward | OptimStep | Save | Load | Follow
 """As msgpack (`msgspec.msgpack.encode`) it is also what the operations log holds."""
 
 
+def changes(operation: Operation) -> bool:
+    """Whether the model is another after it, so that a trainer that began anew wants it again."""
+    return not (isinstance(operation, Save) or (isinstance(operation, ForwardBackward) and operation.forward_only))
+
+
 # -- what came of them ---------------------------------------------------------------------------------------------------
 
 
@@ -147,7 +152,7 @@ class Behind(Message, frozen=True):
 
 
 class OperationFailed(Message, frozen=True):
-    """Nothing changed, and the operation counts as none: it isn't sent again, and `Operate.after` of the next one names what stood before."""
+    """Nothing changed: the operation isn't sent again, and no `Operate.after` names it."""
 
     seq: int
     reason: str
@@ -166,7 +171,8 @@ class Operate(Request[Operated | Behind | OperationFailed], frozen=True):
     seq: int
     """From 0, which is Begin; it grows, perhaps with gaps."""
     after: int
-    """`seq` of the operation before it that was carried out; -1 for Begin."""
+    """`seq` of the newest operation before it that changed the model and did not fail (`changes`); -1 for Begin. What the trainer lacks of
+    those it says in Behind; others may be left out when operations are sent again."""
     operation: Operation
 
 
