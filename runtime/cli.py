@@ -47,6 +47,7 @@ COMMANDS = {
         "rubato.actors.engines.vllm_command", False, "print the line that starts the server of engine.kind=vllm_server"
     ),
     "env": Command("rubato.actors.envs.make", False, "make an environment of Python's own for a library of environments"),
+    "tinker": Command("rubato.actors.gateway.tinker.command", False, "serve Tinker's API on the engines and the model of a config"),
     "serve-rewards": Command("rubato.actors.rewards.serve", False, "serve a reward function over HTTP, for any number of jobs"),
     "sim": Command("rubato.sim.rlsim", False, "simulate a scenario of a cluster and check its claims"),
     "configs": Command("rubato.runtime.config.shipped", False, "list the configs that come with Rubato, or print one"),

@@ -6,7 +6,7 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Awaitable, Generator, Sequence
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -34,6 +34,9 @@ from rubato.runtime.registry import NODE
 FIXED = {"run.seed": "{key} is {old} in this run and can't become {new}: groups under way would mix two tasks. Start another run for it."}
 """Keys that a run keeps for its life, and why."""
 
+LoadBy = Callable[[Path, Sequence[str]], Config]
+"""Makes a job of a file and of changes of single keys."""
+
 
 def main(argv: Sequence[str]) -> int:
     """Run one command; RubatoError is the caller's to print."""
@@ -41,10 +44,10 @@ def main(argv: Sequence[str]) -> int:
     return command(list(argv[1:])) if command else launch(list(argv))
 
 
-def launch(argv: list[str]) -> int:
-    """Start a run, or go on with one."""
+def launch(argv: list[str], name: str = "launch", load_by: LoadBy = load) -> int:
+    """Start a run, or go on with one. `name` is the command's, which makes the job of a new run by `load_by`."""
     parser = argparse.ArgumentParser(
-        "rubato launch",
+        f"rubato {name}",
         usage="%(prog)s CONFIG [key.sub=value …] [options]\n       %(prog)s --resume RUN [key.sub=value …] [options]",
         description="Run the job that a config describes, or go on with a run.",
     )
@@ -59,7 +62,7 @@ def launch(argv: list[str]) -> int:
     }.items():
         parser.add_argument(flag, action="store_true", help=text)
     given = parser.parse_intermixed_args(argv)
-    config, folder, told = _chosen(given)
+    config, folder, told = _chosen(given, load_by)
     comes_back = given.resume and not os.path.exists(folder / "config.yaml") and keeps_copies(config)
     if given.dry_run:
         return _dry_run(config, folder, told, resume=given.resume and not comes_back, force=given.force, brought=comes_back)
@@ -134,7 +137,7 @@ def _places(given: argparse.Namespace) -> tuple[Path | None, Path | None, list[s
     return next(iter(named), None), folder, words
 
 
-def _chosen(given: argparse.Namespace) -> tuple[Config, Path, list[str]]:
+def _chosen(given: argparse.Namespace, load_by: LoadBy) -> tuple[Config, Path, list[str]]:
     """The config to run, the run's folder, and sentences on what a resumed run does not follow, or follows from here on."""
     file, folder, overrides = _places(given)
     if given.update_code and not given.resume:
@@ -153,7 +156,7 @@ def _chosen(given: argparse.Namespace) -> tuple[Config, Path, list[str]]:
             why = "holds no run to resume" if os.path.exists(folder or "") else "does not exist: there is no run to resume"
             raise LaunchError(f"{folder} {why}. A run is started with: rubato launch CONFIG")
         raise LaunchError("launch needs a config, e.g. rubato launch configs/quickstart.yaml, or --resume and a run's folder.")
-    config = load(file, overrides)
+    config = load_by(file, overrides)
     if folder is None:
         fresh = Path(config.run.dir or f"runs/{config.run.name}-DATE")
         folder = fresh if config.run.dir or given.dry_run else _fresh_folder(config.run.name)
