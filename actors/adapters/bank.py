@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from rubato.actors.adapters.stepwise import AdamStep, SumLoss, TargetSequence, TargetsSeen
 from rubato.actors.adapters.training import LoraTrainEngine, active
 from rubato.actors.checkpoints.model_folder import pick_device
 from rubato.actors.config import ModelSection, TrainSection
@@ -34,6 +35,8 @@ class AdapterBank:
         self._held: OrderedDict[str, LoraTrainEngine] = OrderedDict()
         """Least recently used first."""
         self._spilled: set[str] = set()
+        self._last: LoraTrainEngine | None = None
+        """One that was dropped, where no other is held: the base model is its own."""
         self._count = 0
         """Of all that were ever added: each has a name of its own in the model, and a folder."""
         self._devices = [each for each in [torch.device(pick_device(model.device, torch.cuda.device_count()))] if each.type == "cuda"]
@@ -63,13 +66,13 @@ class AdapterBank:
                 raise TrainError(f"there is an adapter {name} already: drop it, or take another name")
             if len(self._held) >= MOST:
                 raise TrainError(f"there are {MOST} adapters already, the most of one base model: drop one")
-            beside = next(iter(self._held.values()), None)
+            beside = next(iter(self._held.values()), self._last)
             self._count += 1
             with self._own_random(name):
                 engine = LoraTrainEngine(self._model, train, steps=steps, seed=seed, name=f"adapter_{self._count}", beside=beside)
                 try:
                     stands_at = engine.load(self._model_dir, checkpoint)
-                    self._held[name] = engine
+                    self._held[name], self._last = engine, None
                     self._make_room(name)
                 except BaseException:
                     self._forget(name, engine)
@@ -80,7 +83,7 @@ class AdapterBank:
             return stands_at
 
     def drop(self, name: str) -> None:
-        """Forget an adapter. The last one takes the base model with it."""
+        """Forget an adapter. The base model stays."""
         with self._turn:
             self._forget(name, self._require(name))
             del self._random[name]
@@ -95,6 +98,31 @@ class AdapterBank:
             result = engine.train(engine.version + 1, groups)
             engine.drop_gradients()
             return result
+
+    def add_gradient(self, name: str, sequences: Sequence[TargetSequence], loss: SumLoss, *, backward: bool = True) -> list[TargetsSeen]:
+        """Add the gradient of a sum to that which waits for the adapter's next `take_step`, or without `backward` only look. It is added whole,
+        or not at all where this raises."""
+        with self._in_use(name) as engine:
+            return engine.add_gradient(sequences, loss, backward=backward)
+
+    def take_step(self, name: str, step: AdamStep) -> float:
+        """The next step of one adapter, with the gradient that waits; returns its norm. One that isn't finite moves nothing, and counts as a step."""
+        with self._in_use(name) as engine:
+            return engine.take_step(step)
+
+    def waits(self, name: str) -> bool:
+        """Whether a gradient has gathered that no step took yet: `files` has nothing of it."""
+        return self._require(name).waits
+
+    def files(self, name: str, *, optimizer: bool) -> dict[str, bytes]:
+        """LoraTrainEngine.files of that adapter."""
+        with self._in_use(name) as engine:
+            return engine.files(optimizer=optimizer)
+
+    def set_to(self, name: str, folder: Path, step: int, *, optimizer: bool) -> None:
+        """LoraTrainEngine.set_to of that adapter."""
+        with self._in_use(name) as engine:
+            engine.set_to(folder, step, optimizer=optimizer)
 
     def logprobs(self, name: str, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
         """Of the base model with that adapter."""
@@ -127,7 +155,8 @@ class AdapterBank:
 
     def _forget(self, name: str, engine: LoraTrainEngine) -> None:
         engine.remove()
-        self._held.pop(name, None)
+        if self._held.pop(name, None) is not None and not self._held:
+            self._last = engine
         self._spilled.discard(name)
         shutil.rmtree(self._place(engine), ignore_errors=True)
 

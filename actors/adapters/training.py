@@ -13,6 +13,7 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
 from rubato.actors.adapters import shapes
+from rubato.actors.adapters.stepwise import AdamStep, SumLoss, TargetSequence, TargetsSeen, add_gradient, take_step
 from rubato.actors.checkpoints.model_folder import ADAPTER_CONFIG
 from rubato.actors.config import LoraSection, ModelSection, TrainSection
 from rubato.actors.training import forward
@@ -22,6 +23,9 @@ from rubato.actors.training.torch_train import OPTIMIZER, MicroBatch, TorchTrain
 
 NAME = "policy"
 """What peft calls the adapter within the model."""
+
+GRADIENTS = "gradients.state"
+"""File of an adapter that was put aside while a gradient waits."""
 
 
 class LoraTrainEngine(TorchTrainEngine):
@@ -40,8 +44,9 @@ class LoraTrainEngine(TorchTrainEngine):
         self.name = name
         self._beside = beside
         self._base = Path()
-        self.held_bytes = 0
-        """Of the adapter, as it is moved and as it is computed with, and of the two moments that AdamW has of it from its first step on."""
+        self._settled_bytes = self._gradient_bytes = 0
+        self.waits = False
+        """A gradient has gathered that no step took yet."""
 
     def _trained_model(self, model_dir: Path, checkpoint: Path | None, dtype: str, *, narrow: bool) -> Any:
         """The base model without a gradient, and layers of low rank in it: new ones add nothing."""
@@ -75,20 +80,25 @@ class LoraTrainEngine(TorchTrainEngine):
         return {name: parameter.detach() for name, parameter in tensors_in(self._model, self.name).items()}
 
     def _weight_files(self) -> dict[str, bytes]:
-        named = {id(parameter): name for name, parameter in self._model.named_parameters()}
-        masters = {name: self._masters[named[id(parameter)]] for name, parameter in tensors_in(self._model, self.name).items()}
-        tensors = {name: master.detach().contiguous() for name, master in masters.items()}
+        tensors = {name: master.detach().contiguous() for name, master in self._named_masters().items()}
         return {shapes.WEIGHTS: save_tensors(tensors, self._told), ADAPTER_CONFIG: shapes.config_image(self._lora, self._base)}
 
     def load(self, model_dir: Path, checkpoint: Path | None) -> tuple[int, int]:
         stands_at = super().load(model_dir, checkpoint)
         moved, computed = {id(m): m for m in self._masters.values()}, {id(p): p for p in tensors_in(self._model, self.name).values()}
-        self.held_bytes = 2 * sum(m.nbytes for m in moved.values()) + sum(each.nbytes for each in (moved | computed).values())
+        self._gradient_bytes = sum(m.nbytes for m in moved.values())
+        self._settled_bytes = 2 * self._gradient_bytes + sum(each.nbytes for each in (moved | computed).values())
         if self._beside is not None:  # a tokenizer is held once, not for each adapter
             theirs = self._beside._described
             self._described = {name: theirs[name] if theirs.get(name) == file else file for name, file in self._described.items()}
             self._beside = None
         return stands_at
+
+    @property
+    def held_bytes(self) -> int:
+        """Of the adapter, as it is moved and as it is computed with, of the two moments that AdamW has of it from its first step on, and of the
+        gradient that waits."""
+        return self._settled_bytes + self.waits * self._gradient_bytes
 
     @property
     def version(self) -> int:
@@ -106,23 +116,72 @@ class LoraTrainEngine(TorchTrainEngine):
             parameter.requires_grad_(True)
 
     def remove(self) -> None:
-        """Take this adapter's layers out of the model, however far `load` came."""
+        """Take this adapter's layers out of the model, however far `load` came, and free its memory."""
         model = self._beside.model if self._model is None and self._beside is not None else self._model
         if model is not None:
             for layer in layers_of(model):
                 layer._active_adapter = [name for name in layer.active_adapters if name != self.name]  # else peft takes others' gradients
                 layer.delete_adapter(self.name)
             getattr(model, "peft_config", {}).pop(self.name, None)
+        self._masters = {}
+        vars(self).pop("_optimizer", None)
 
     def drop_gradients(self) -> None:
-        """Those of the last step, which the next would drop."""
+        """Those of the last step, which the next would drop, and those that wait."""
         self._optimizer.zero_grad(set_to_none=True)
+        self.waits = False
+
+    def add_gradient(self, sequences: Sequence[TargetSequence], loss: SumLoss, *, backward: bool) -> list[TargetsSeen]:
+        """As in stepwise.py, with the adapter that is active."""
+        size = self._train_section.micro_batch_tokens
+        masters = [*self._masters.values()]
+        seen = add_gradient(self._model, masters, sequences, loss, micro_batch_tokens=size, backward=backward)
+        self.waits = self.waits or backward
+        return seen
+
+    def take_step(self, step: AdamStep) -> float:
+        """The next one, with the gradient that waits; returns its norm. One that isn't finite moves nothing, and counts as a step."""
+        norm = take_step(self._optimizer, [*self._masters.values()], step)
+        self._moved()
+        self.drop_gradients()
+        self._step += 1
+        return norm
+
+    def files(self, *, optimizer: bool) -> dict[str, bytes]:
+        """Of a folder in peft's format, from which `set_to` goes on. A gradient that waits is not in it."""
+        return self._weight_files() | ({OPTIMIZER: self._optimizer_image()} if optimizer else {})
+
+    def set_to(self, folder: Path, step: int, *, optimizer: bool) -> None:
+        """Be what `files` gave, after so many steps; without `optimizer` that begins anew. Drops a gradient that waits. Blocks.
+
+        Raises TrainError where the folder is not of this adapter's rank, targets and base model, and OSError; then nothing changed.
+        """
+        try:
+            shapes.check_start(folder, self._base, self._lora)
+        except shapes.AdapterError as error:
+            raise TrainError(str(error)) from error
+        if optimizer and not (folder / OPTIMIZER).exists():
+            raise TrainError(f"{folder} holds no optimiser: it was saved to sample from")
+        values = load_tensors((folder / shapes.WEIGHTS).read_bytes())
+        if optimizer:
+            self._restore_optimizer(folder / OPTIMIZER)
+        else:
+            self._optimizer.state.clear()
+        for name, master in self._named_masters().items():
+            master.data.copy_(values[name])
+        self._moved()
+        self.drop_gradients()
+        self._step = step
 
     def spill(self, folder: Path) -> None:
-        """Write adapter and optimiser into `folder`, and free their memory: `take_back` comes before anything else. Blocks."""
+        """Write adapter, optimiser and the gradient that waits into `folder`, and free their memory: `take_back` comes before anything else.
+        Blocks."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / shapes.WEIGHTS).write_bytes(self._weight_files()[shapes.WEIGHTS])
-        (folder / OPTIMIZER).write_bytes(save_tensors({name: tensor.contiguous() for name, tensor in self._optimizer_tensors().items()}))
+        (folder / OPTIMIZER).write_bytes(self._optimizer_image())
+        if self.waits:
+            gradients = {name: master.grad for name, master in self._named_masters().items() if master.grad is not None}
+            (folder / GRADIENTS).write_bytes(save_tensors({name: grad.contiguous() for name, grad in gradients.items()}))
         self._optimizer.state.clear()
         for tensor in (*self._masters.values(), *tensors_in(self._model, self.name).values()):
             tensor.data, tensor.grad = tensor.data.new_empty(0), None
@@ -130,13 +189,24 @@ class LoraTrainEngine(TorchTrainEngine):
     def take_back(self, folder: Path) -> None:
         """What `spill` wrote there. Blocks; raises OSError where it is gone."""
         values = load_tensors((folder / shapes.WEIGHTS).read_bytes())
-        named = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        gradients = load_tensors((folder / GRADIENTS).read_bytes()) if self.waits else {}
+        masters = self._named_masters()
         for name, parameter in tensors_in(self._model, self.name).items():
-            master = self._masters[named[id(parameter)]]
+            master = masters[name]
             master.data = values[name].to(master.device)
             if parameter is not master:
                 parameter.data = master.data.to(parameter.dtype)
+            if name in gradients:
+                master.grad = gradients[name].to(master.device)
         self._restore_optimizer(folder / OPTIMIZER)
+
+    def _named_masters(self) -> dict[str, torch.nn.Parameter]:
+        """What the optimiser moves, as peft's files call it."""
+        named = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        return {name: self._masters[named[id(parameter)]] for name, parameter in tensors_in(self._model, self.name).items()}
+
+    def _optimizer_image(self) -> bytes:
+        return save_tensors({name: tensor.contiguous() for name, tensor in self._optimizer_tensors().items()})
 
     def base_logprobs(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
         """`logprobs` of the model without its adapter."""
