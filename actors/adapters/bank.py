@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from rubato.actors.adapters.stepwise import AdamStep, SumLoss, TargetSequence, TargetsSeen
+from rubato.actors.adapters.stepwise import AdamStep, Scores, SumLoss, TargetSequence, TargetsSeen, score
 from rubato.actors.adapters.training import LoraTrainEngine, active
 from rubato.actors.checkpoints.model_folder import pick_device
 from rubato.actors.config import ModelSection, TrainSection
@@ -110,19 +111,27 @@ class AdapterBank:
         with self._in_use(name) as engine:
             return engine.take_step(step)
 
-    def waits(self, name: str) -> bool:
-        """Whether a gradient has gathered that no step took yet: `files` has nothing of it."""
-        return self._require(name).waits
-
-    def files(self, name: str, *, optimizer: bool) -> dict[str, bytes]:
+    def files(self, name: str, *, optimizer: bool, gradient: bool = False) -> dict[str, bytes]:
         """LoraTrainEngine.files of that adapter."""
         with self._in_use(name) as engine:
-            return engine.files(optimizer=optimizer)
+            return engine.files(optimizer=optimizer, gradient=gradient)
 
-    def set_to(self, name: str, folder: Path, step: int, *, optimizer: bool) -> None:
+    def set_to(self, name: str, folder: Path, *, optimizer: bool, gradient: bool = False) -> None:
         """LoraTrainEngine.set_to of that adapter."""
         with self._in_use(name) as engine:
-            engine.set_to(folder, step, optimizer=optimizer)
+            engine.set_to(folder, optimizer=optimizer, gradient=gradient)
+
+    def score(self, name: str, tokens: Tensor, top: int) -> Scores:
+        """Of the base model with that adapter; with the name "" without any. Raises TrainError where it was not loaded yet."""
+        with self._turn:
+            if name:
+                with self._in_use(name) as engine:
+                    return score(engine.model, tokens, top)
+            beside = next(iter(self._held.values()), self._last)
+            if beside is None:
+                raise TrainError("the base model is not loaded: it is with the first adapter")
+            with active(beside.model, []):
+                return score(beside.model, tokens, top)
 
     def logprobs(self, name: str, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
         """Of the base model with that adapter."""

@@ -111,3 +111,27 @@ def take_step(optimizer: torch.optim.Optimizer, masters: Sequence[torch.nn.Param
     if norm < torch.inf:
         optimizer.step()
     return norm
+
+
+class Scores(NamedTuple):
+    """Of a sequence of T tokens: what the model gave each, [T], the first of which is NaN, and its likeliest, [T, top]; all on the CPU."""
+
+    logprobs: Tensor
+    top_ids: Tensor
+    """-1 for the first."""
+    top_logprobs: Tensor
+
+
+def score(model: Any, tokens: Tensor, top: int) -> Scores:
+    """Log-probabilities of a sequence."""
+    head = model.get_output_embeddings()
+    device = head.weight.device
+    with torch.inference_mode():
+        row = forward.row_of([len(tokens)], device)
+        hidden_ND = forward.computed(model, tokens.to(device), row).hidden_LD[:-1]
+        ones_N = torch.ones(len(hidden_ND), device=device)
+        logprobs_N, _ = forward.token_logprobs(hidden_ND, head, tokens[1:].to(device), ones_N)
+        chosen = [forward.likeliest(hidden_ND[part], head, top) for part in forward.chunks(hidden_ND, head.weight)] if top else []
+    none = torch.full((1, top), -1), torch.full((1, top), torch.nan)
+    ids, values = (torch.cat([first, *(each[i].cpu() for each in chosen)]) for i, first in enumerate(none))
+    return Scores(torch.cat([torch.full((1,), torch.nan), logprobs_N.float().cpu()]), ids, values)

@@ -147,12 +147,18 @@ class LoraTrainEngine(TorchTrainEngine):
         self._step += 1
         return norm
 
-    def files(self, *, optimizer: bool) -> dict[str, bytes]:
-        """Of a folder in peft's format, from which `set_to` goes on. A gradient that waits is not in it."""
-        return self._weight_files() | ({OPTIMIZER: self._optimizer_image()} if optimizer else {})
+    def files(self, *, optimizer: bool, gradient: bool = False) -> dict[str, bytes]:
+        """Of a folder in peft's format, from which `set_to` goes on: with the optimiser, and with the gradient that waits."""
+        found = self._weight_files()
+        if optimizer:
+            found[OPTIMIZER] = save_tensors({name: tensor.contiguous() for name, tensor in self._optimizer_tensors().items()})
+        if gradient and self.waits:
+            waiting = {name: master.grad for name, master in self._named_masters().items() if master.grad is not None}
+            found[GRADIENTS] = save_tensors({name: grad.contiguous() for name, grad in waiting.items()})
+        return found
 
-    def set_to(self, folder: Path, step: int, *, optimizer: bool) -> None:
-        """Be what `files` gave, after so many steps; without `optimizer` that begins anew. Drops a gradient that waits. Blocks.
+    def set_to(self, folder: Path, *, optimizer: bool, gradient: bool = False) -> None:
+        """Be what `files` gave; what is not asked for begins anew. Blocks.
 
         Raises TrainError where the folder is not of this adapter's rank, targets and base model, and OSError; then nothing changed.
         """
@@ -163,25 +169,20 @@ class LoraTrainEngine(TorchTrainEngine):
         if optimizer and not (folder / OPTIMIZER).exists():
             raise TrainError(f"{folder} holds no optimiser: it was saved to sample from")
         values = load_tensors((folder / shapes.WEIGHTS).read_bytes())
+        waiting = load_tensors((folder / GRADIENTS).read_bytes()) if gradient and (folder / GRADIENTS).exists() else {}
         if optimizer:
             self._restore_optimizer(folder / OPTIMIZER)
         else:
             self._optimizer.state.clear()
-        for name, master in self._named_masters().items():
-            master.data.copy_(values[name])
-        self._moved()
         self.drop_gradients()
-        self._step = step
+        self._fill(values, waiting)
+        self.waits = bool(waiting)
 
     def spill(self, folder: Path) -> None:
-        """Write adapter, optimiser and the gradient that waits into `folder`, and free their memory: `take_back` comes before anything else.
-        Blocks."""
+        """Write all of it into `folder`, the gradient that waits too, and free its memory: `take_back` comes before anything else. Blocks."""
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / shapes.WEIGHTS).write_bytes(self._weight_files()[shapes.WEIGHTS])
-        (folder / OPTIMIZER).write_bytes(self._optimizer_image())
-        if self.waits:
-            gradients = {name: master.grad for name, master in self._named_masters().items() if master.grad is not None}
-            (folder / GRADIENTS).write_bytes(save_tensors({name: grad.contiguous() for name, grad in gradients.items()}))
+        for name, content in self.files(optimizer=True, gradient=True).items():
+            (folder / name).write_bytes(content)
         self._optimizer.state.clear()
         for tensor in (*self._masters.values(), *tensors_in(self._model, self.name).values()):
             tensor.data, tensor.grad = tensor.data.new_empty(0), None
@@ -189,24 +190,25 @@ class LoraTrainEngine(TorchTrainEngine):
     def take_back(self, folder: Path) -> None:
         """What `spill` wrote there. Blocks; raises OSError where it is gone."""
         values = load_tensors((folder / shapes.WEIGHTS).read_bytes())
-        gradients = load_tensors((folder / GRADIENTS).read_bytes()) if self.waits else {}
+        waiting = load_tensors((folder / GRADIENTS).read_bytes()) if self.waits else {}
+        self._fill(values, waiting)
+        self._restore_optimizer(folder / OPTIMIZER)
+
+    def _fill(self, values: dict[str, torch.Tensor], waiting: dict[str, torch.Tensor]) -> None:
+        """With an adapter's tensors, and its gradients."""
         masters = self._named_masters()
         for name, parameter in tensors_in(self._model, self.name).items():
             master = masters[name]
-            master.data = values[name].to(master.device)
+            master.data = values[name].to(master.device, master.dtype)
             if parameter is not master:
                 parameter.data = master.data.to(parameter.dtype)
-            if name in gradients:
-                master.grad = gradients[name].to(master.device)
-        self._restore_optimizer(folder / OPTIMIZER)
+            if name in waiting:
+                master.grad = waiting[name].to(master.device)
 
     def _named_masters(self) -> dict[str, torch.nn.Parameter]:
         """What the optimiser moves, as peft's files call it."""
         named = {id(parameter): name for name, parameter in self._model.named_parameters()}
         return {name: self._masters[named[id(parameter)]] for name, parameter in tensors_in(self._model, self.name).items()}
-
-    def _optimizer_image(self) -> bytes:
-        return save_tensors({name: tensor.contiguous() for name, tensor in self._optimizer_tensors().items()})
 
     def base_logprobs(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
         """`logprobs` of the model without its adapter."""

@@ -154,7 +154,7 @@ class _HeadLogprobs(torch.autograd.Function):
         ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, tokens_N: Tensor, temperatures_N: Tensor
     ) -> tuple[Tensor, Tensor]:
         logprobs_N, entropy_N = (torch.empty(len(tokens_N), dtype=_wide(hidden_ND), device=hidden_ND.device) for _ in range(2))
-        for part in _chunks(hidden_ND, weight_VD):
+        for part in chunks(hidden_ND, weight_VD):
             all_CV = _log_softmax(hidden_ND[part], weight_VD, bias_V, temperatures_N[part])
             logprobs_N[part] = all_CV.gather(-1, tokens_N[part].unsqueeze(-1)).squeeze(-1)
             entropy_N[part] = -torch.linalg.vecdot(all_CV.exp(), all_CV)
@@ -169,7 +169,7 @@ class _HeadLogprobs(torch.autograd.Function):
         by_hidden_ND = torch.empty_like(hidden_ND)
         by_weight_VD = torch.zeros_like(weight_VD, dtype=_wide(hidden_ND)) if ctx.needs_input_grad[1] else None
         by_bias_V = torch.zeros_like(bias_V, dtype=_wide(hidden_ND)) if bias_V is not None and ctx.needs_input_grad[2] else None
-        for part in _chunks(hidden_ND, weight_VD):
+        for part in chunks(hidden_ND, weight_VD):
             scale_C1 = (grad_N[part] / temperatures_N[part]).unsqueeze(-1)
             by_logits_CV = _log_softmax(hidden_ND[part], weight_VD, bias_V, temperatures_N[part]).exp_().mul_(-scale_C1)
             by_logits_CV = by_logits_CV.scatter_add_(-1, tokens_N[part].unsqueeze(-1), scale_C1).to(hidden_ND.dtype)
@@ -182,7 +182,15 @@ class _HeadLogprobs(torch.autograd.Function):
         return by_hidden_ND, by_weight_VD, by_bias_V, None, None
 
 
-def _chunks(hidden_ND: Tensor, weight_VD: Tensor) -> Iterator[slice]:
+def likeliest(hidden_CD: Tensor, head: Any, num: int) -> tuple[Tensor, Tensor]:
+    """The tokens that come next most likely, and their log-probabilities; both [C, num]."""
+    ones_C = torch.ones(len(hidden_CD), device=hidden_CD.device)
+    values, ids = _log_softmax(hidden_CD, head.weight, head.bias, ones_C).topk(num)
+    return ids, values
+
+
+def chunks(hidden_ND: Tensor, weight_VD: Tensor) -> Iterator[slice]:
+    """Of as many hidden states as logits may exist of at once."""
     size = max(1, LOGITS_AT_ONCE // len(weight_VD))
     return (slice(at, at + size) for at in range(0, len(hidden_ND), size))
 
