@@ -54,6 +54,7 @@ class Toy:
     def __init__(self):
         self.odds, self.gradient = np.zeros(VOCAB), np.zeros(VOCAB)
         self.version, self.stands, self.follows = 0, -1, False
+        self.outcomes = {}
 
     def logprobs(self):
         return self.odds - np.log(np.exp(self.odds).sum())
@@ -66,35 +67,41 @@ class ScriptedTrainer(Actor):
     applied: dict[tuple[str, int], int] = {}
     hold: asyncio.Event | None = None
     """Where it is set, operations wait for it."""
-    forget_files = False
+    pace_s = 0.0
+    """How long an operation takes."""
 
     def __init__(self, config, kernel):
         super().__init__(config, kernel)
         self.models: dict[str, Toy] = {}
+        self.turns: dict[str, asyncio.Lock] = {}
 
-    @handler(concurrency=64)
+    @handler(concurrency=64, outlives_asker=True)
     async def operate(self, request: Operate) -> Operated | Behind | OperationFailed:
         if ScriptedTrainer.hold is not None:
             await ScriptedTrainer.hold.wait()
-        model = self.models.get(request.model)
-        if model is None and not isinstance(request.operation, Begin):
-            model = self._loaded(request.model)
-        if model is None and not (isinstance(request.operation, Begin) and request.after == -1):
-            return Behind(-1)
-        if model is None:
-            model = self.models[request.model] = Toy()
-        if request.seq <= model.stands and changes(request.operation):
-            return Operated(request.seq, Stands(model.version), self._covered(request.model))
-        if request.after != model.stands:
-            return Behind(model.stands)
-        operation = request.operation
+        async with self.turns.setdefault(request.model, asyncio.Lock()):
+            await asyncio.sleep(self.pace_s / 2)
+            reply = self._operated(request)
+            await asyncio.sleep(self.pace_s / 2)  # carried out, and not told yet
+            return reply
+
+    def _operated(self, request):
+        operation, model = request.operation, self.models.get(request.model) or self._loaded(request.model)
+        if model is not None and request.seq in model.outcomes:
+            return Operated(request.seq, model.outcomes[request.seq], self._covered(request.model))
+        if request.after > (-1 if model is None else model.stands):
+            return Behind(-1 if model is None else model.stands)
         if isinstance(operation, ForwardBackward) and operation.loss == "nonsense":
             return OperationFailed(request.seq, "there is no loss nonsense", "user")
+        if model is None:
+            assert isinstance(operation, Begin)
+            model = self.models[request.model] = Toy()
+        assert request.seq > model.stands
         outcome = self._carry_out(request.model, model, operation)
         key = (request.model, request.seq)
         ScriptedTrainer.applied[key] = ScriptedTrainer.applied.get(key, 0) + 1
         if changes(operation):
-            model.stands = request.seq
+            model.stands, model.outcomes = request.seq, {request.seq: outcome}
         if isinstance(operation, OptimStep) and model.version % 3 == 0:
             self._write(self._file(request.model), model)
         return Operated(request.seq, outcome, self._covered(request.model))
@@ -155,6 +162,7 @@ class ScriptedTrainer(Actor):
         model = self.models[name] = Toy()
         odds, model.version, model.stands, model.follows = json.loads(self._file(name).read_text())
         model.odds = np.array(odds)
+        model.outcomes = {model.stands: Stepped(model.version, {})}
         self._publish(name, model)
         return model
 
@@ -235,7 +243,7 @@ async def serving(folder: Path, *overrides: str):
     """The job, and the address and the key of its server."""
     PUBLISHED.clear()
     SAMPLED.clear()
-    ScriptedTrainer.applied, ScriptedTrainer.hold = {}, None
+    ScriptedTrainer.applied, ScriptedTrainer.hold, ScriptedTrainer.pace_s = {}, None, 0.0
     model = write_model(folder.parent / "model")
     config = from_mapping(JOB, [f"model.path={model}", f"tinker.models={{toy: {model}}}", *overrides])
     async with embed(config, folder) as job:

@@ -52,7 +52,7 @@ class Console:
     def __init__(self, table: ConsoleTable, hide: Callable[[str], str] = str) -> None:
         """`hide` takes out of each sentence what may be shown nowhere."""
         self._hide = hide
-        self._rich = Rich(highlight=False, soft_wrap=True)
+        self._rich = Rich(highlight=False, soft_wrap=True, emoji=False)
         self._table = table
         self._bar: bars.Progress | None = None
         self._task = bars.TaskID(0)

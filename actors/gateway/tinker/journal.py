@@ -226,7 +226,7 @@ class ModelJournal:
 
     def names(self) -> list[tuple[Area, str, Named]]:
         areas: tuple[Area, ...] = ("weights", "sampler_weights")
-        there = [(area, path.name) for area in areas for path in _files(self.folder / "names" / area)]
+        there: list[tuple[Area, str]] = [(area, path.name) for area in areas for path in _files(self.folder / "names" / area)]
         return [(area, name, named) for area, name in there if (named := self.named(area, name)) is not None]
 
     def unname(self, area: Area, name: str) -> None:

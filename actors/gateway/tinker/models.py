@@ -10,7 +10,18 @@ from rubato.actors.gateway.session import Refused
 from rubato.actors.gateway.tinker.ages import Judged
 from rubato.actors.gateway.tinker.journal import Entry, Kind, ModelJournal, Named, Owned, Pending, Result, Told, digest_of, packed
 from rubato.actors.gateway.tinker.wire import computed
-from rubato.actors.messages.tinker import Begin, Behind, Computed, ForwardBackward, Operate, Operated, OperationFailed, Stepped, changes
+from rubato.actors.messages.tinker import (
+    Begin,
+    Behind,
+    Computed,
+    Follow,
+    ForwardBackward,
+    Operate,
+    Operated,
+    OperationFailed,
+    Stepped,
+    changes,
+)
 from rubato.bus.errors import AskFailed, Failed
 from rubato.runtime.observe.trace import wall_s
 
@@ -321,13 +332,12 @@ class Model:
     async def _revive(self) -> None:
         """Let a trainer that began anew have what it lacks, while nothing else is to be done."""
         self._doubtful = False
-        if self._log and not self._lost:
-            seq = max(self._log)
-            entry = await self._server.offload(self.journal.entry, self._log[seq])
-            before = max((each for each in self._log if each < seq), default=self._covered)
-            reply = await self._ask(Operate(self.owned.id, seq, before, entry.operation))
-            if isinstance(reply, Behind):
-                await self._send_again(reply.covered)
+        if self._changed_at < 0 or self._lost:
+            return
+        # What comes behind itself is carried out by no trainer: one that has it says what came of it, another what it has.
+        reply = await self._ask(Operate(self.owned.id, self._changed_at, self._changed_at, Follow()))
+        if isinstance(reply, Behind):
+            await self._send_again(reply.covered)
 
     async def _send_again(self, covered: int) -> None:
         """What the trainer lacks, in its order."""

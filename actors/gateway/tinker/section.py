@@ -40,8 +40,10 @@ class TinkerSection(Section):
     """Longest that an operation waits for the one before it, by its seq_id, to come in: after it the client is told, and it is none."""
     max_body_mb: int = Field(default=64, ge=1, le=1024)
     """MiB of a request."""
-    max_models: int = Field(default=64, ge=1, le=64)
+    max_models: int = Field(default=64, ge=1, le=1024)
     """Models of all tenants at once; more are refused until one is unloaded."""
+    adapters_mb: int = Field(default=8192, ge=1)
+    """MiB of models, with optimisers and gradients, that the trainer has in memory; those used longest ago lie in files."""
     max_pending: int = Field(default=1024, ge=1)
     """Operations of one model that wait to be carried out; beyond them clients are told to back off."""
     max_pending_mb: int = Field(default=1024, ge=1)

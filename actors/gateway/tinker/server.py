@@ -128,33 +128,31 @@ class TinkerServer(Actor):
         self.tenants = Tenants({})
         self.names = names_of(config.tinker, config.model.path)
         self.architecture = ""
-        self._url = ""
         self._served: asyncio.Task[None] | None = None
 
     async def on_start(self) -> None:
         """Take up what a server of before left, and listen; an address that can't be had ends the job with a sentence."""
         section = self.config.tinker
-        host, port = host_port(section.listen)
         before = await self.offload(self._read_address)
         key = "" if section.keys else before.api_key if before.api_key.startswith(PREFIX) else new_key()
-        keys = {key: OWN_TENANT} if key else await self.offload(read_keys, Path(section.keys).expanduser())
-        self.tenants = Tenants(keys)
+        self.tenants = Tenants({key: OWN_TENANT} if key else await self.offload(read_keys, Path(section.keys).expanduser()))
         await self.offload(self._load)
-        self.begin()
-        listening = await self._bound(host, port, before)
-        if listening is None:
-            return
-        self._url = f"http://{spelt(host or '127.0.0.1')}:{listening.getsockname()[1]}"
-        self._served = self.spawn(http_server(Routes(self).app()).run_on(listening), name=f"{self.name}.http")
-        await self.offload(self._write_address, Address(self._url, key))
-        self.log.info("tinker_listening", url=self._url, models=list(self.names))
-        self.notice(f"Tinker's API is at {self._url}, for {', '.join(self.names)}; {self.run.folder / FILE} has the key", good=True)
-
-    def begin(self) -> None:
-        """Have the trainer go on with what was taken in."""
         for model in self.models.values():
             model.begin()
         self.spawn(self._sweep(), name=f"{self.name}.sweep")
+        await self.listen(before, key)
+
+    async def listen(self, before: Address, key: str) -> None:
+        """Answer over HTTP, at the address of before where there is one."""
+        host, port = host_port(self.config.tinker.listen)
+        listening = await self._bound(host, port, before)
+        if listening is None:
+            return
+        url = f"http://{spelt(host or '127.0.0.1')}:{listening.getsockname()[1]}"
+        self._served = self.spawn(http_server(Routes(self).app()).run_on(listening), name=f"{self.name}.http")
+        await self.offload(self._write_address, Address(url, key))
+        self.log.info("tinker_listening", url=url, models=list(self.names))
+        self.notice(f"Tinker's API is at {url}, for {', '.join(self.names)}; {self.run.folder / FILE} has the key", good=True)
 
     async def on_stop(self) -> None:
         """Who still waits is not answered, and asks again."""

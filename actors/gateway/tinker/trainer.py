@@ -13,6 +13,7 @@ from rubato.actors.adapters.shapes import AdapterError, require_name
 from rubato.actors.checkpoints import checkpoint as checkpoints
 from rubato.actors.checkpoints.checkpoint import CheckpointError, Replaced
 from rubato.actors.config import ModelSection, TrainSection
+from rubato.actors.gateway.tinker.section import TinkerSection
 from rubato.actors.gateway.tinker.state import Saved, State, StateFolder, read_saved, save
 from rubato.actors.gateway.tinker.tuned import MODELS, TunedModels
 from rubato.actors.messages.tinker import (
@@ -52,9 +53,6 @@ ResultT = TypeVar("ResultT")
 
 FOLDER = "trainer"
 """Of its own files, within RUN/tinker."""
-
-ADAPTERS_BYTES = 8 * 2**30
-"""Adapters, optimisers and gradients that lie in memory; beyond it those used longest ago lie in files."""
 
 LOG_BYTES = 64 * 2**20
 """Operations since the newest checkpoint, after which there is one whether or not a step is due: so the log stays bounded."""
@@ -113,6 +111,7 @@ class TinkerTrainer(Actor):
         model: ModelSection = Field(default_factory=ModelSection)
         train: TrainSection = Field(default_factory=TrainSection)
         checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
+        tinker: TinkerSection = TinkerSection()
 
     config: Config
 
@@ -142,7 +141,9 @@ class TinkerTrainer(Actor):
     def _build(self) -> TunedModels:
         config = self.config
         build = load_object(MODELS[config.train.kind])
-        return build(config.model, config.train, self.run.folder / config.model.path, self._folder / "aside", ADAPTERS_BYTES)
+        return build(
+            config.model, config.train, self.run.folder / config.model.path, self._folder / "aside", config.tinker.adapters_mb * 2**20
+        )
 
     async def on_drain(self) -> None:
         """What the newest checkpoints don't cover is written, so that nothing has to be sent again."""
