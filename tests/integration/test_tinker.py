@@ -137,7 +137,8 @@ def test_the_sdks_own_client_goes_through_every_call(run):
     assert seen["weights_info"] == 8
     for kind in ("base", "named", "snapshot", "inflight"):
         assert all(0 < len(tokens) <= 5 and len(tokens) == len(logprobs) for tokens, logprobs in seen[kind])
-    assert seen["named"] == seen["snapshot"] == seen["inflight"] != seen["base"]
+    tokens = {kind: [each for each, _ in seen[kind]] for kind in ("base", "named", "snapshot", "inflight")}
+    assert tokens["named"] == tokens["snapshot"] == tokens["inflight"] != tokens["base"]
     assert seen["scores"] == pytest.approx(seen["snapshot prompt"], abs=1e-4)
     assert seen["greedy"][0] == seen["greedy"][1]
     assert seen["top"]

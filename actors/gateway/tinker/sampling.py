@@ -4,6 +4,7 @@ import asyncio
 import secrets
 from collections import OrderedDict
 from contextlib import suppress
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -245,22 +246,25 @@ class Samplings:
             self._let_go()
 
     async def _sampled(self, name: str, sampler: Sampler, asked: SampleRequest, prompt: bytes, sampling: Sampling) -> bytes:
+        seeded = asked.sampling_params.seed is not None
+        drawn = f"tinker:{blake2b(prompt, digest_size=12).hexdigest()}"  # a seed draws the same again for the same prompt
         async with asyncio.TaskGroup() as tasks:
             scored = tasks.create_task(self._scored(sampler, asked, prompt)) if asked.prompt_logprobs else None
             parts = [
-                tasks.create_task(self._completed(f"{name}:{number}", sampler, prompt, _of(sampling, number)))
-                for number in range(asked.num_samples)
+                tasks.create_task(self._completed(f"{name}:{number}", sampler, prompt, each, f"{drawn}:{number}" if seeded else ""))
+                for number, each in enumerate(map(partial(_of, sampling), range(asked.num_samples)))
             ]
         return sampled([part.result() for part in parts], None if scored is None else scored.result())
 
-    async def _completed(self, name: str, sampler: Sampler, prompt: bytes, sampling: Sampling) -> Sampled:
+    async def _completed(self, name: str, sampler: Sampler, prompt: bytes, sampling: Sampling, session: str) -> Sampled:
         why = ""
         for attempt in range(MOST_TRIES):
             need = await self._need(sampler, name)
             request_id = f"tinker:{name}" + (f":{attempt}" if attempt else "")
             try:
                 with self._server.waits.on(name, stage="generate", holder=PROXY):
-                    reply = await self._server.ref(PROXY).ask(Generate(request_id, request_id, prompt, sampling, need), timeout=ASK_S)
+                    request = Generate(request_id, session or request_id, prompt, sampling, need)
+                    reply = await self._server.ref(PROXY).ask(request, timeout=ASK_S)
             except Failed as error:
                 raise Refused(400, "generation_failed", f"the engine refuses the request: {error}") from error
             except AskFailed as error:
