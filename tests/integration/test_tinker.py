@@ -11,7 +11,7 @@ import signal
 import statistics
 import subprocess
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -48,6 +48,15 @@ CONFIG = {
 }
 
 
+def processes() -> list[str]:
+    """Of each that there is its number and its command line."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            found.append(f"{entry.parent.name} {entry.read_bytes().replace(bytes(1), b' ').decode(errors='replace')}")
+    return found
+
+
 class Served:
     """A run of `rubato tinker`."""
 
@@ -59,17 +68,17 @@ class Served:
     def client(self):
         return Client(self.url, self.key)
 
-    def pid(self, actor: str) -> int:
-        """Of the process that an actor lives in now."""
-        words = f"rubato.runtime.node {self.folder} {actor}"
-        lines = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout.splitlines()
-        return next((int(line.split()[0]) for line in lines if line.rstrip().endswith(words)), 0)
+    def pids(self, actor: str) -> set[int]:
+        """Of the processes that an actor lives in."""
+        return {int(line.split()[0]) for line in processes() if str(self.folder) in line and actor in line.split()}
 
     async def kill(self, actor: str) -> None:
         """And wait until another process is there."""
-        before = self.pid(actor)
-        os.kill(before, signal.SIGKILL)
-        while self.pid(actor) in (0, before):  # noqa: ASYNC110 - of another process
+        while not (before := self.pids(actor)):  # noqa: ASYNC110 - of another process
+            await asyncio.sleep(0.2)
+        for pid in before:
+            os.kill(pid, signal.SIGKILL)
+        while not self.pids(actor) - before:  # noqa: ASYNC110
             await asyncio.sleep(0.2)
 
     def adapter(self, model: str, name: str) -> dict[str, np.ndarray]:

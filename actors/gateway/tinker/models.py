@@ -388,7 +388,7 @@ class Model:
             pause_s = min(2 * pause_s, PAUSES_S[1])
 
     def _now(self) -> float:
-        return asyncio.get_running_loop().time()
+        return self._server.loop.time()
 
 
 class _Writing:

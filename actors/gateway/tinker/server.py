@@ -120,6 +120,7 @@ class TinkerServer(Actor):
     def __init__(self, config: Any, kernel: Kernel) -> None:
         super().__init__(config, kernel)
         self.folder = self.run.folder / FOLDER
+        self.loop = asyncio.get_running_loop()
         self.ages = Ages(config.tinker.digests)
         self.models: dict[str, Model] = {}
         """Those that are trained, by id."""

@@ -91,6 +91,7 @@ class Sessions:
 
     def __init__(self, book: Book) -> None:
         self.book = book
+        self._loop = asyncio.get_running_loop()
         self._heard: dict[str, _Heard] = {}
         self._over: dict[str, str] = {}
         """Tenants of those that are over, by id."""
@@ -133,4 +134,4 @@ class Sessions:
         return [heard.session for heard in self._heard.values() if heard.at + for_s <= self._now()]
 
     def _now(self) -> float:
-        return asyncio.get_running_loop().time()
+        return self._loop.time()

@@ -1,10 +1,12 @@
 """A Tinker server before scripted trainer and engines: what is taken in, in which order it is carried out, and what is told of it."""
 
 import asyncio
+import contextlib
 import json
 import math
 import stat
 
+import httpx
 import pytest
 
 from rubato.runtime.errors import ActorFailed, ConfigError
@@ -164,6 +166,29 @@ async def test_whoever_asks_for_a_result_early_is_told_to_ask_again(tmp_path):
         ScriptedTrainer.hold.set()
         output_of(await client.result(promise))
         assert (await client.post("retrieve_future", {"request_id": f"{model}:77"})).status_code == 410
+
+
+async def test_a_server_that_is_killed_comes_back_at_its_address_with_all_that_it_acknowledged(served):
+    session = await served.session()
+    model = await served.model(session)
+    sampler = await saved_sampler(served, model)
+    told = await served.result(first := (await served.learn(model)).json())
+    ScriptedTrainer.hold = asyncio.Event()
+    waiting = (await served.step(model)).json()
+    before = served.job._agent.host._hosted["tinker-1"].instance
+    before.kill()
+    while served.job._agent.host._hosted["tinker-1"].instance is before:  # noqa: ASYNC110 - it is started again
+        await asyncio.sleep(0.05)
+    ScriptedTrainer.hold.set()
+    again = None
+    while again is None:
+        with contextlib.suppress(httpx.TransportError):
+            again = await served.post("retrieve_future", first)
+    assert again.content == told
+    assert (await served.result(waiting))["type"] == "optim_step"
+    assert ScriptedTrainer.applied[model, 3] == 1
+    await served.asked("session_heartbeat", {"session_id": session})
+    sampled_of(await served.result((await served.sample(sampler)).json()))
 
 
 # -- what is saved ----------------------------------------------------------------------------------------------------
