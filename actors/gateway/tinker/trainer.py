@@ -170,9 +170,9 @@ class TinkerTrainer(Actor):
                 if request.after > model.applied:
                     return Behind(model.applied)
                 outcome = await self._carried_out(model, request)
-            except (TrainError, CheckpointError) as error:
+            except TrainError as error:
                 return OperationFailed(request.seq, str(error), "server" if isinstance(error.__cause__, OSError) else "user")
-            except (MemoryError, OSError) as error:
+            except (CheckpointError, MemoryError, OSError) as error:
                 self.log.warning("operation_failed", model=request.model, seq=request.seq, error=str(error))
                 return OperationFailed(request.seq, f"{type(request.operation).__name__}: {error}", "server")
             except Exception as error:
@@ -363,7 +363,7 @@ class TinkerTrainer(Actor):
             await self.offload(_require, Path(request.folder), False)
             source = await self.offload(self._tuned.source_of, Path(request.folder))
             published = await self._publisher.publish(request.adapter, 0, source)
-        except (AdapterError, TrainError, CheckpointError) as error:
+        except (AdapterError, TrainError) as error:
             return SamplerRefused(str(error))
         return SamplerReady(published.version)
 
@@ -381,7 +381,7 @@ class TinkerTrainer(Actor):
             if folder is not None:
                 await self.offload(_require, folder, False)
             return await self._work(lambda: self._tuned.score(request.tokens, folder=folder, top=request.top))
-        except (AdapterError, TrainError, CheckpointError, MemoryError, OSError) as error:
+        except (AdapterError, TrainError, MemoryError, OSError) as error:
             return SamplerRefused(str(error))
 
     async def _score_model(self, request: Score) -> Scored:
@@ -395,10 +395,13 @@ class TinkerTrainer(Actor):
 
 
 def _require(folder: Path, optimizer: bool) -> None:
-    """Raises CheckpointError for what Save did not write there, or not whole. Blocks."""
-    if optimizer and not read_saved(folder).optimizer:
-        raise CheckpointError(f"{folder} holds no optimiser: it was saved to sample from")
-    read_saved(folder)
+    """Raises TrainError for what Save did not write there, or not whole. Blocks."""
+    try:
+        saved = read_saved(folder)
+    except CheckpointError as error:
+        raise TrainError(str(error)) from None
+    if optimizer and not saved.optimizer:
+        raise TrainError(f"{folder} holds no optimiser: it was saved to sample from")
 
 
 async def _fail(why: str) -> None:
