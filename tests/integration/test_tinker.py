@@ -187,7 +187,7 @@ def recipe(run, offline, name, log, **settings):
 
 @with_sdk
 def test_the_cookbooks_rl_loop_teaches_as_it_is(run, offline, tmp_path):
-    settings = {"batch_size": 8, "group_size": 8, "learning_rate": 0.01, "max_tokens": 8, "lora_rank": 8, "save_every": 8}
+    settings = {"batch_size": 8, "group_size": 8, "learning_rate": 0.003, "max_tokens": 8, "lora_rank": 8, "save_every": 8}
     rows = recipe(run, offline, "rl_loop", tmp_path / "log", max_steps=12, **settings)
 
     rewards = [row["reward/total"] for row in rows if "reward/total" in row]
