@@ -14,8 +14,7 @@ from rubato.actors.checkpoints import checkpoint as checkpoints
 from rubato.actors.checkpoints.checkpoint import CheckpointError, Replaced
 from rubato.actors.config import ModelSection, TrainSection
 from rubato.actors.gateway.tinker.section import TinkerSection
-from rubato.actors.gateway.tinker.state import Saved, State, StateFolder, read_saved, save
-from rubato.actors.gateway.tinker.tuned import MODELS, TunedModels
+from rubato.actors.gateway.tinker.state import TORCH_MODELS, Saved, State, StateFolder, TunedModels, read_saved, save
 from rubato.actors.messages.tinker import (
     Begin,
     Behind,
@@ -45,6 +44,7 @@ from rubato.actors.weights.blobs import BlobSender, blob_of
 from rubato.bus.message import Ack
 from rubato.runtime.actor import Actor, handler
 from rubato.runtime.config import ActorConfig, RunSection
+from rubato.runtime.config import Config as Job
 from rubato.runtime.errors import ActorFailed
 from rubato.runtime.importer import load_object
 from rubato.runtime.kernel import Kernel
@@ -115,6 +115,13 @@ class TinkerTrainer(Actor):
 
     config: Config
 
+    @classmethod
+    def check(cls, job: Job) -> None:
+        if job.section("train").kind != "torch":
+            raise ValueError("train.kind=scripted learns nothing, and Tinker's clients would train by it: leave it out")
+        if job.section("train").mesh.size > 1:
+            raise ValueError("train.mesh shares one model out among ranks, and Tinker's models are adapters in one process: leave it out")
+
     def __init__(self, config: Any, kernel: Kernel) -> None:
         super().__init__(config, kernel)
         self._folder = self.run.folder / "tinker" / FOLDER
@@ -140,7 +147,7 @@ class TinkerTrainer(Actor):
 
     def _build(self) -> TunedModels:
         config = self.config
-        build = load_object(MODELS[config.train.kind])
+        build = load_object(TORCH_MODELS)
         return build(
             config.model, config.train, self.run.folder / config.model.path, self._folder / "aside", config.tinker.adapters_mb * 2**20
         )
