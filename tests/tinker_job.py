@@ -47,6 +47,9 @@ PUBLISHED: dict[str, tuple[int, np.ndarray]] = {}
 SAMPLED: list[tuple[str, int]] = []
 """(adapter, version) of every completion."""
 
+NEEDED: list[int] = []
+"""The least version that each was to be sampled under."""
+
 
 class Toy:
     """One model."""
@@ -211,6 +214,7 @@ class ScriptedProxy(Actor):
         if need.adapter and need.adapter not in PUBLISHED:
             return Aborted(request.request_id, Tokens(), f"there is no adapter {need.adapter}: none of that name is published")
         SAMPLED.append((need.adapter, version))
+        NEEDED.append(need.version)
         logprobs = odds - np.log(np.exp(odds).sum())
         random = np.random.default_rng(request.sampling.seed)
         ids = random.choice(VOCAB, size=request.sampling.max_new_tokens, p=np.exp(logprobs) / np.exp(logprobs).sum())
@@ -243,6 +247,7 @@ async def serving(folder: Path, *overrides: str):
     """The job, and the address and the key of its server."""
     PUBLISHED.clear()
     SAMPLED.clear()
+    NEEDED.clear()
     ScriptedTrainer.applied, ScriptedTrainer.hold, ScriptedTrainer.pace_s = {}, None, 0.0
     model = write_model(folder.parent / "model")
     config = from_mapping(JOB, [f"model.path={model}", f"tinker.models={{toy: {model}}}", *overrides])

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from rubato.runtime.errors import ActorFailed, ConfigError
-from tests.tinker_job import PUBLISHED, SAMPLED, VOCAB, Client, ScriptedTrainer, datum, output_of, request_of, sampled_of, serving
+from tests.tinker_job import NEEDED, PUBLISHED, SAMPLED, VOCAB, Client, ScriptedTrainer, datum, output_of, request_of, sampled_of, serving
 
 POLICY = {"logprobs": [-1.0] * 3, "advantages": [1.0] * 3}
 
@@ -355,6 +355,18 @@ async def test_what_was_sampled_too_long_ago_is_refused_with_its_age(tmp_path):
         assert metrics["rubato/unknown_frac:mean"] == 1.0
         assert "rubato/version_min:min" not in metrics
         await client.train(model, data)  # a loss that asks for no samples
+
+
+@pytest.mark.parametrize(("alpha", "needed"), [("0", 4), ("1", 3), ("9", 1), ("null", 1)])
+async def test_a_client_in_flight_asks_engines_for_nothing_older_than_the_bound(tmp_path, alpha, needed):
+    async with serving(tmp_path / "run", f"tinker.alpha={alpha}") as (_, url, key), Client(url, key) as client:
+        model = await client.model()
+        await client.train(model)
+        sampler = await saved_sampler(client, model, "inflight")
+        for _ in range(3):
+            await client.train(model)
+        sampled_of(await client.result((await client.sample(sampler)).json()))
+        assert NEEDED == [needed]  # noqa: SIM300 - the needed one is the parameter
 
 
 async def test_without_a_bound_versions_are_told_and_nothing_is_refused(served):
