@@ -202,6 +202,8 @@ class Hooked(Generic[HookT]):
 
 def batch_policies(config: Any) -> Iterator[tuple[str, str]]:
     """Import path and key of each plug-in of the sample buffer, the innermost first (actors/samples/policy.py)."""
+    if config.staleness.stragglers == "drop":
+        yield "rubato.actors.batching.stragglers:DropStragglers", "staleness.stragglers"
     if config.train.dynamic_sampling:
         yield "rubato.actors.batching.dynamic_sampling:DynamicSampling", "train.dynamic_sampling"
     if config.staleness.alpha == "auto":

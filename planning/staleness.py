@@ -1,9 +1,11 @@
 """Decides how many groups may start, when a batch may be handed over, and what is too old to train.
 
 A step `n` starts from weight version `n - 1`, and a sample whose first token came from version `v` has age `n - 1 - v` in it.
-Invariant: when slots bound admission and every hand-over follows `hand_over`, no age exceeds α and nothing is dropped for age.
+Invariant: when slots bound admission and every hand-over follows `hand_over`, no age exceeds α, and where it waits for stragglers nothing is
+dropped for age.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 UNBOUNDED = -1
@@ -88,19 +90,28 @@ def admit(view: AdmissionView) -> Admission:
     return Admission(free, f"{free} of {batches * view.batch_groups} slots are free")
 
 
-def hand_over(view: SupplyView) -> HandOver:
-    """Take the oldest ready groups, unless that would leave a group behind that the following steps can no longer train in time.
+def too_old(versions: Iterable[int], step: int, alpha: int) -> tuple[int, ...]:
+    """Places of the groups of these versions that neither `step` nor one after it may train."""
+    oldest = min_version(step, alpha)
+    return tuple(at for at, version in enumerate(versions) if version < oldest)
+
+
+def hand_over(view: SupplyView, *, waits: bool = True) -> HandOver:
+    """Take the oldest ready groups, unless it `waits` and that would leave a group behind that the following steps can no longer train in time.
 
     Groups of version at most `min_version + k` must be trained by step `step + k`, which leaves them k further batches. While
     more than k batches of them would remain, and one of them still runs, a younger group must not take its place: the
     hand-over waits. Long rollouts are thus waited for and not dropped, so that the batch is no selection of short ones.
+
+    Where it does not wait, whoever asks ends what is `too_old`: RollArt's rule (arXiv 2512.22560, section 7.2), by which n - v0 <= α or
+    the trajectory is aborted.
     """
     oldest = min_version(view.step, view.alpha)
     usable = sorted((version, at) for at, version in enumerate(view.ready) if version >= oldest)
     if len(usable) < view.batch_groups:
         return HandOver(False, oldest, f"{len(usable)} of {view.batch_groups} groups")
     batch, rest = usable[: view.batch_groups], usable[view.batch_groups :]
-    for k in range(max(0, view.alpha)):
+    for k in range(max(0, view.alpha) if waits else 0):
         limit = oldest + k
         running = sum(version <= limit for version in view.in_flight)
         if not running or batch[-1][0] <= limit:

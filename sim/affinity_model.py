@@ -48,6 +48,10 @@ class ModelledAffinity:
         if self._learns:
             self._profiles.began(task, prompt, prefill)
 
+    def left(self) -> None:
+        """A request was cancelled."""
+        self.running -= 1
+
     def ended(self, task: str, decoded: int) -> None:
         self.running -= 1
         if self._learns:

@@ -1,11 +1,12 @@
 """The SampleBuffer in virtual time: the live buffer's own groups and rules, without a Store behind them."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 
 from rubato.actors.batching.adaptive_alpha import AdaptiveAlpha
+from rubato.actors.batching.stragglers import DropStragglers
 from rubato.actors.messages.samples import Ticket
 from rubato.actors.samples.groups import Groups
 from rubato.actors.samples.sample import Outcome, trajectory_id
@@ -29,14 +30,23 @@ def ess_of(ages: Sequence[int], drift: float) -> float:
 class ModelledBuffer:
     """Issues tickets while there are slots, and hands out a batch when `rubato.planning.staleness.hand_over` says so."""
 
-    def __init__(self, timeline: Timeline, groups: Groups, bounds: AlphaBounds | None = None, drift: float = 0.0) -> None:
-        """`bounds` of an α that adapts, to policies that `drift` as `ess_of` says."""
+    def __init__(
+        self, timeline: Timeline, groups: Groups, bounds: AlphaBounds | None = None, drift: float = 0.0, *, drops: bool = False
+    ) -> None:
+        """`bounds` of an α that adapts, to policies that `drift` as `ess_of` says; `drops`: `staleness.stragglers=drop`."""
         self._timeline = timeline
         self._groups = groups
         self._drift = drift
         self._ages: list[list[int]] = []
         self.alphas: list[tuple[int, int, str]] = []
         """Changes of α: the step that was handed out then, the new one, and why."""
+        self.trained_names: list[str] = []
+        """All trajectories that were trained, in their order."""
+        self.on_cancel: Callable[[str, int], None] = lambda trajectory, attempt: None
+        """Called for each attempt that is under way and was dropped."""
+        self._drops = drops
+        if drops:
+            groups.add_policy(DropStragglers)
         if bounds is not None:
             groups.add_policy(partial(AdaptiveAlpha, bounds=bounds, now=lambda: timeline.now, tell=self._told))
         self.changed = timeline.event()
@@ -80,21 +90,36 @@ class ModelledBuffer:
             self._groups.fail(ticket.trajectory_id, "failed", reason)
         self._moved()
 
+    def cancelled(self, ticket: Ticket) -> None:
+        """A rollout ended at `on_cancel`: what it had sampled is not modelled."""
+        self._count("cancelled")
+
     def claim(self, step: int) -> list[str] | None:
         """The trajectories that `step` trains, oldest groups first; None while it must wait."""
         groups = self._groups
         groups.asked(step, ess_of(self._ages[-1], self._drift) if self._ages else 1.0, 0.0)
         plan = groups.plan(step, groups.limits.batch_groups)
-        dropped = [end for end in groups.take_changes().ends if end.fate == "stale" and end.outcome.reward is not None]
-        self._count("stale", len(dropped))
-        if dropped:
-            self._moved()
+        self._note_dropped()
         if not plan.take:
             return None
         chosen = groups.chosen(plan)
         self._ages.append([step - 1 - group.members[index].outcome.version_first for group in chosen for index in group.scored])
         groups.bind(step, chosen)
-        return [trajectory_id(group.id, index) for group in chosen for index in group.scored]
+        self._note_dropped()
+        names = [trajectory_id(group.id, index) for group in chosen for index in group.scored]
+        self.trained_names += names
+        return names
+
+    def _note_dropped(self) -> None:
+        """Count what was scored and is too old, end what runs in vain, and let others have its slot."""
+        ends = [end for end in self._groups.take_changes().ends if end.fate == "stale"]
+        self._count("stale", sum(end.outcome.reward is not None for end in ends))
+        if ends:
+            self._moved()
+        cancels = self._groups.take_cancels()
+        for rollouts in cancels.values() if self._drops else ():
+            for rollout in rollouts:
+                self.on_cancel(*rollout)
 
     def trained(self, step: int) -> None:
         """Step `step` is published: the slots of its groups are free."""

@@ -52,6 +52,8 @@ class ClusterJobSpec(Section):
     alpha: Alpha = 1
     alpha_min: int = Field(default=0, ge=0)
     alpha_max: int = Field(default=8, ge=0)
+    stragglers: Literal["wait", "drop"] = "wait"
+    """As the live `staleness.stragglers`."""
     drift: float = Field(default=0.0, ge=0)
     """How fast older samples lose weight: see `rubato.sim.buffer_model.ess_of`."""
     batch_groups: int = Field(ge=1)
@@ -95,8 +97,8 @@ class ClusterJobSpec(Section):
             return self
         if stages != {"prefill", "decode"}:
             raise ValueError("pools that prefill or decode need pools for both stages, and none that does both")
-        if self.affinity or self.move_every_s or any(pool.tasks for pool in self.pools):
-            raise ValueError("pools that prefill or decode go with neither affinity, tasks of a pool nor move_every_s")
+        if self.affinity or self.move_every_s or any(pool.tasks for pool in self.pools) or self.stragglers == "drop":
+            raise ValueError("pools that prefill or decode go with neither affinity, tasks of a pool, move_every_s nor stragglers=drop")
         return self
 
 
@@ -187,7 +189,7 @@ def cluster_job(
     made = costs(spec, seed)
     bounds = AlphaBounds(spec.alpha_min, spec.alpha_max) if spec.alpha == "auto" else None
     groups = groups_of(limits, spec.alpha_max if spec.alpha == "auto" else spec.alpha)
-    return Job(ModelledBuffer(made.timeline, groups, bounds, spec.drift), spec.steps, made)
+    return Job(ModelledBuffer(made.timeline, groups, bounds, spec.drift, drops=spec.stragglers == "drop"), spec.steps, made)
 
 
 def sections_of(spec: ClusterJobSpec) -> dict[str, TaskSection]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from rubato.planning.roofline import Roofline
 from rubato.planning.step_sums import StepSums
 from rubato.runtime.errors import ConfigError
-from rubato.sim.timeline import SimEvent, Timeline
+from rubato.sim.timeline import Cancelled, SimEvent, Timeline
 
 MAX_STEPS = 256
 """Steps taken at once: their time is taken at their middle, which is exact while one roof of the two bounds all of them."""
@@ -109,7 +109,11 @@ class ModelledEngine:
         job = BatchRequest(session, context, max(1, new_tokens), min_version, self.timeline.event())
         (self._waiting if min_version <= self.version else self._early).append(job)
         self._wake()
-        await job.done
+        try:
+            await job.done
+        except Cancelled:
+            self.timeline.start(self.abort(session))
+            raise
         return job.version
 
     @property

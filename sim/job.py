@@ -10,7 +10,7 @@ from typing import Protocol
 from rubato.actors.messages.samples import Ticket
 from rubato.sim.buffer_model import ModelledBuffer
 from rubato.sim.manager_model import ModelledManager, Played, RolloutFailed
-from rubato.sim.timeline import Timeline
+from rubato.sim.timeline import Cancelled, SimProcess, Timeline
 from rubato.sim.workload import Episode
 
 
@@ -80,6 +80,13 @@ class JobStep:
         return self.trained_s - self.claimed_s
 
 
+@dataclass(eq=False, slots=True)
+class _Place:
+    """For one rollout at a time."""
+
+    process: SimProcess | None = None
+
+
 class Job:
     """`run` simulates; `rows` then says what happened."""
 
@@ -93,24 +100,40 @@ class Job:
         self._timeline = costs.timeline
         self._tokens: dict[str, int] = {}
         """Of the trajectories in the buffer."""
+        self._playing: dict[tuple[str, int], _Place] = {}
+        """By trajectory and attempt."""
+        buffer.on_cancel = self._cancel
 
     def run(self, steps: int | None = None) -> list[JobStep]:
         """Simulate up to the end of step `steps`; None means the job's last. A job that goes on admits as in its middle."""
         for each in self._costs.environments:
             for _ in range(each.count):
-                self._timeline.start(self._environment(each.manager))
+                place = _Place()
+                place.process = self._timeline.start(self._environment(each.manager, place))
         self._timeline.run(until=self._timeline.start(self._trainer(steps or self._steps)).ended)
         return self.rows
 
-    async def _environment(self, manager: ModelledManager) -> None:
+    def _cancel(self, trajectory: str, attempt: int) -> None:
+        place = self._playing.get((trajectory, attempt))
+        if place is not None and place.process is not None:
+            place.process.cancel()
+
+    async def _environment(self, manager: ModelledManager, place: _Place) -> None:
         while True:
             freed = self.buffer.freed
             ticket = self.buffer.issue()
             if ticket is None:
                 with self.buffer.waiting(1):
                     await freed
-            else:
+                continue
+            rollout = ticket.trajectory_id, ticket.attempt
+            self._playing[rollout] = place
+            try:
                 await self._roll_out(manager, ticket)
+            except Cancelled:
+                self.buffer.cancelled(ticket)
+            finally:
+                del self._playing[rollout]
 
     async def _roll_out(self, manager: ModelledManager, ticket: Ticket) -> None:
         name = ticket.trajectory_id

@@ -11,7 +11,7 @@ from rubato.sim.affinity_model import ModelledAffinity
 from rubato.sim.engine_model import ModelledEngine
 from rubato.sim.manager_model import TurnRequest
 from rubato.sim.moves_model import ModelledCarry
-from rubato.sim.timeline import SimEvent, SimProcess, Timeline
+from rubato.sim.timeline import Cancelled, SimEvent, SimProcess, Timeline
 
 
 class RoutedEngine(Protocol):
@@ -81,8 +81,19 @@ class ModelledProxy:
 
     async def generate(self, request: TurnRequest, context: int, new_tokens: int, task: str = "") -> int:
         """The version that began to sample `new_tokens` behind `context`, on an engine that may serve `task`."""
-        if self._affinity is not None:
-            self._affinity.came()
+        affinity = self._affinity
+        if affinity is None:
+            return await self._generate(request, context, new_tokens, task)
+        affinity.came()
+        try:
+            version = await self._generate(request, context, new_tokens, task)
+        except Cancelled:
+            affinity.left()
+            raise
+        affinity.ended(task, new_tokens)
+        return version
+
+    async def _generate(self, request: TurnRequest, context: int, new_tokens: int, task: str) -> int:
         engine = self.engines[await self._place(WaitingTurn(request, task, context, self._timeline.event()))]
         session, total = request.session, context + new_tokens
         self._sessions[session] = (engine.name, total)
@@ -103,8 +114,6 @@ class ModelledProxy:
                 self.moved += 1
             return version
         finally:
-            if self._affinity is not None:
-                self._affinity.ended(task, new_tokens)
             self._leave_seat(session, engine)
 
     def requests(self) -> Mapping[str, Sequence[str]]:
@@ -132,7 +141,12 @@ class ModelledProxy:
         if name is not None:
             return name
         self._line.add(lane, turn)
-        return await turn.placed
+        try:
+            return await turn.placed
+        except Cancelled:
+            if not self._line.remove(turn):
+                self._leave_seat(turn.request.session, self.engines[turn.placed.value])
+            raise
 
     def _seat(self, turn: WaitingTurn) -> str | None:
         request, affinity = turn.request, self._affinity

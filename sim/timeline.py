@@ -34,22 +34,52 @@ class SimEvent:
         """`process` goes on when this happens."""
         self._processes.append(process)
 
+    def remove(self, process: "SimProcess") -> bool:
+        """`process` waits no longer; whether it did."""
+        found = process in self._processes
+        if found:
+            self._processes.remove(process)
+        return found
+
+
+class Cancelled(Exception):
+    """Rises where a coroutine waits that is cancelled."""
+
 
 class SimProcess:
     """A coroutine under way; `ended` happens with what it returned."""
 
-    __slots__ = ("_coroutine", "ended")
+    __slots__ = ("_coroutine", "_is_cancelled", "_timeline", "_waits_for", "ended")
 
     def __init__(self, timeline: "Timeline", coroutine: Coroutine[SimEvent, None, Any]) -> None:
         self._coroutine = coroutine
+        self._timeline = timeline
+        self._waits_for: SimEvent | None = None
+        self._is_cancelled = False
         self.ended = SimEvent(timeline)
+
+    def cancel(self) -> None:
+        """Let Cancelled rise where it waits, now."""
+        if self._is_cancelled or self._waits_for is None:
+            return
+        self._is_cancelled = True
+        if self._waits_for.remove(self):  # else it goes on anyway
+            self._timeline.at(self._timeline.now, self.resume)
 
     def resume(self) -> None:
         """Run to the next event that has not happened."""
         try:
-            self._coroutine.send(None).add(self)
+            if self._is_cancelled:
+                self._is_cancelled = False
+                event = self._coroutine.throw(Cancelled())
+            else:
+                event = self._coroutine.send(None)
         except StopIteration as end:
+            self._waits_for = None
             self.ended.set(end.value)
+        else:
+            self._waits_for = event
+            event.add(self)
 
 
 class Timeline:

@@ -87,9 +87,13 @@ class StalenessSection(Section):
     """Where `alpha` is auto; nothing older is trained."""
     bounded: bool = True
     """False lifts the bound: nothing is dropped for its age, and only `samples.unbounded_batches` limits what is in flight."""
+    stragglers: Literal["wait", "drop"] = "wait"
+    """Of groups that would grow too old while they run: wait lets the step wait for them; drop ends them, and others take their place."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.stragglers == "drop" and not self.bounded:
+            raise ValueError("stragglers=drop ends what is older than the bound, and bounded=false lifts it. Leave one of them out")
         if self.alpha_min > self.alpha_max:
             raise ValueError(f"alpha_min={self.alpha_min} is above alpha_max={self.alpha_max}. Swap them")
         if self.alpha == "auto" and not self.bounded:

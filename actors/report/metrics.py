@@ -58,6 +58,7 @@ METRICS: Section = {
         M("task/<name>/reward", "reward", "mean over the samples of the batch that are of this task", "none is, or the config names no `tasks`"),
         M("task/<name>/ended", "samples", "of this task that ended so far, without those that the job's end left unused", "none yet"),
         M("task/<name>/trained_frac", "share", "of these that were in a step", "none yet"),
+        M("task/<name>/stale_frac", "share", "of these that were too old to train", "none was"),
     ),
     "Evaluation": (
         M("eval/version", "versions", "the version that was evaluated", NO_EVAL),
@@ -131,6 +132,7 @@ METRICS: Section = {
         M("attempts/lost", "attempts", "those whose holder was killed or fell silent: what they had sampled is not known"),
         M("length/<N>/ended", "samples", "that ended with at most N sampled tokens and more than N/2; `length/0`: of which no token is known", "none yet"),
         M("length/<N>/trained_frac", "share", "of these that were in a step", "none yet"),
+        M("length/<N>/stale_frac", "share", "of these that were too old to train; of one that ran, N is what it had sampled until it was ended", "none was"),
         M("queue/held/depth", "samples", "scored samples of groups that are not complete"),
         M("queue/ready/depth", "samples", "samples of groups that may be claimed"),
         M("queue/bound/depth", "samples", "samples that a step is bound to"),

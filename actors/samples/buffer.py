@@ -472,6 +472,7 @@ class SampleBuffer(Actor):
         if self._lose_gone(chosen, found):
             return None
         self._groups.bind(request.step, chosen)
+        self._freed()
         self.metrics.count("groups/shrunk", sum(group.num_scored < self.config.train.group_size for group in chosen))
         return [[sample for sample in samples if sample is not None] for samples in found]
 

@@ -295,9 +295,11 @@ class Groups:
         if group.state == "ended" and member.state == "running":
             member.state = "failed"
             self._tell(group, spent.tokens, group.fate)
+            self.training.tally.measured(group.fate, spent.tokens)
         elif member.fate == "surplus" and member.outcome == UNKNOWN:
             member.outcome = NOTHING
             self._tell(group, spent.tokens, member.fate)
+            self.training.tally.measured(member.fate, spent.tokens)
             self._changed(group)
 
     def drop_old(self, oldest: int) -> None:

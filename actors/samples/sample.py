@@ -229,6 +229,14 @@ class KindTally(msgspec.Struct, array_like=True):
     ended: int = 0
     """Without those that the end of the job left `unused`: it comes upon long ones more often."""
     trained: int = 0
+    stale: int = 0
+    """Too old to train."""
+
+    def add(self, fate: str, num: int = 1) -> None:
+        """So many ended with this fate."""
+        self.ended += num
+        self.trained += num * (fate in TRAINED)
+        self.stale += num * (fate == "stale")
 
 
 class Tally(msgspec.Struct):
@@ -259,7 +267,13 @@ class Tally(msgspec.Struct):
         """A sample of `task` with so many `tokens`, all of them told before, ended."""
         self.tokens[fate] = self.tokens.get(fate, 0) + tokens
         if fate != "unused":
-            _add(self.lengths, self.tasks, tokens, task, fate in TRAINED)
+            _add(self.lengths, self.tasks, tokens, task, fate)
+
+    def measured(self, fate: str, tokens: int) -> None:
+        """A sample with this `fate` that ended while it ran, so that none of its tokens was known, has so many."""
+        if tokens and (unknown := self.lengths.get(0)) is not None and unknown.ended:
+            unknown.add(fate, -1)
+            self.lengths.setdefault(_length(tokens), KindTally()).add(fate)
 
     def figures(self, held: int, trained: Iterable[tuple[int, str]]) -> Iterator[tuple[str, float]]:
         """Names of metrics and their values. `held` tokens have no fate yet; `trained` has tokens and task of each sample whose step a
@@ -271,17 +285,22 @@ class Tally(msgspec.Struct):
         yield "attempts/lost", self.lost_attempts
         lengths, tasks = deepcopy(self.lengths), deepcopy(self.tasks)
         for tokens, task in trained:
-            _add(lengths, tasks, tokens, task, True)
+            _add(lengths, tasks, tokens, task, "trained")
         for kind, tallies in (("length", lengths), ("task", tasks)):
             for key, tally in tallies.items():
+                if not tally.ended:
+                    continue
                 yield f"{kind}/{key}/ended", tally.ended
                 yield f"{kind}/{key}/trained_frac", tally.trained / tally.ended
+                if tally.stale:
+                    yield f"{kind}/{key}/stale_frac", tally.stale / tally.ended
 
 
-def _add(lengths: dict[int, KindTally], tasks: dict[str, KindTally], tokens: int, task: str, is_trained: bool) -> None:
-    found = [lengths.setdefault(1 << (tokens - 1).bit_length() if tokens else 0, KindTally())]
+def _length(tokens: int) -> int:
+    return 1 << (tokens - 1).bit_length() if tokens else 0
+
+
+def _add(lengths: dict[int, KindTally], tasks: dict[str, KindTally], tokens: int, task: str, fate: str) -> None:
+    lengths.setdefault(_length(tokens), KindTally()).add(fate)
     if task:
-        found.append(tasks.setdefault(task, KindTally()))
-    for tally in found:
-        tally.ended += 1
-        tally.trained += is_trained
+        tasks.setdefault(task, KindTally()).add(fate)

@@ -125,15 +125,6 @@ class RuleFigures(NamedTuple):
         return self.samples_s * self.ess
 
 
-class _Recording(ModelledBuffer):
-    trained_names: list[str]
-
-    def claim(self, step: int) -> list[str] | None:
-        batch = super().claim(step)
-        self.trained_names += batch or ()
-        return batch
-
-
 def distributions() -> dict[str, Quantiles]:
     """By name, such as `math` or `7B-8k`: all of configs/lengths."""
     found: dict[str, list[tuple[float, float]]] = {}
@@ -154,8 +145,12 @@ def length_job(
     hardware: Deployment,
     bounds: AlphaBounds | None = None,
     environments: int = 96,
+    drops: bool = False,
 ) -> LengthJob:
-    """32 samples a step in groups of 4 on one engine, and a trainer of eight such GPUs; `rule` may be an α of ours, or auto."""
+    """32 samples a step in groups of 4 on one engine, and a trainer of eight such GPUs; `rule` may be an α of ours, or auto.
+
+    `drops`: of ours, with `staleness.stragglers=drop`.
+    """
     engine = hardware.model_copy(update={"num_slots": 64})
     length = workload.lengths.points[-1][1]
     task = TaskSpec.model_validate(
@@ -179,8 +174,7 @@ def length_job(
     own = auto.most if auto is not None else rule if isinstance(rule, int) else None
     groups = Groups(limits, own) if own is not None else RuledGroups(limits, rule)  # type: ignore[arg-type]
     costs = LengthCosts(spec, seed, workload.lengths)
-    buffer = _Recording(costs.timeline, groups, auto, DRIFT)
-    buffer.trained_names = []
+    buffer = ModelledBuffer(costs.timeline, groups, auto, DRIFT, drops=drops)
     job = Job(buffer, 2 * steps, costs)
     job.run(steps)
     return LengthJob(job, costs.drawn, groups, buffer.trained_names)

@@ -35,7 +35,7 @@ STILL = {"law": "constant", "value": 0.0}
 
 
 def staleness_of(spec: ClusterJobSpec) -> StalenessSection:
-    return StalenessSection(alpha=spec.alpha, alpha_min=spec.alpha_min, alpha_max=spec.alpha_max)
+    return StalenessSection(alpha=spec.alpha, alpha_min=spec.alpha_min, alpha_max=spec.alpha_max, stragglers=spec.stragglers)
 
 
 def engine_pools(spec: ClusterJobSpec) -> list[PoolSpec]:

@@ -12,6 +12,7 @@ from rubato.actors.samples.groups import Groups
 from rubato.actors.training.trainer import CheckpointSection
 from rubato.planning.adaptive_alpha import AlphaBounds
 from rubato.runtime.config import RunSection
+from rubato.runtime.errors import ConfigError
 from rubato.sim.buffer_model import NEVER_LAPSES_S, ModelledBuffer
 from rubato.sim.job import Environments, Job
 from rubato.sim.manager_model import ModelledManager, TurnRequest
@@ -117,6 +118,7 @@ class HostCosts:
 
 
 def host_job(spec: HostJobSpec, calibration: Calibration, seed: int) -> Job:
+    """Raises ConfigError for what is not modelled."""
     limits = GroupLimits(
         group_size=spec.train.group_size, batch_groups=spec.train.batch_groups, steps=spec.run.steps, run_seed=seed,
         max_attempts=spec.samples.max_attempts, unbounded_batches=spec.samples.unbounded_batches,
@@ -124,6 +126,8 @@ def host_job(spec: HostJobSpec, calibration: Calibration, seed: int) -> Job:
     )  # fmt: skip
     costs = HostCosts(spec, calibration, seed)
     staleness = spec.staleness
+    if staleness.stragglers == "drop":
+        raise ConfigError("staleness.stragglers=drop is not modelled for processes on one host. Set it to wait")
     bounds = AlphaBounds(staleness.alpha_min, staleness.alpha_max) if staleness.alpha == "auto" else None
     buffer = ModelledBuffer(costs.timeline, Groups(limits, staleness.bound), bounds)
     return Job(buffer, spec.run.steps, costs)

@@ -44,6 +44,9 @@ CLASSES: Mapping[str, type[Actor]] = {
 SESSIONS_SHARE = 0.2
 """Of the seeds, how many have a gateway, and agents from outside, in place of environment managers."""
 
+DROPS_SHARE = 0.25
+"""Of the seeds, how many drop stragglers."""
+
 SESSIONS_STEPS = 0.6
 """Of the steps that such a seed draws, how many it has: agents ask more often than environments step."""
 
@@ -79,6 +82,8 @@ class Setup(NamedTuple):
     """Rollouts are played by agents from outside."""
     trains_all: bool = False
     """Of a session, what led nowhere too."""
+    drops: bool = False
+    """No step waits for stragglers, where groups don't go by rounds."""
 
     @property
     def managers(self) -> list[str]:
@@ -96,6 +101,7 @@ def draw(seed: int, *, sessions: bool | None = None) -> Setup:
     """`sessions`: whether agents from outside play; else the seed says it."""
     of_sessions = random.Random(f"{seed}/sessions")
     are_drawn, trains_all = of_sessions.random() < SESSIONS_SHARE, of_sessions.random() < 0.25
+    drops = random.Random(f"{seed}/stragglers").random() < DROPS_SHARE
     rng = random.Random(f"{seed}/setup")
     drawn = Setup(
         seed=seed,
@@ -115,6 +121,7 @@ def draw(seed: int, *, sessions: bool | None = None) -> Setup:
         latency_s=rng.choice((0.0, 0.001, 0.005)),
         extra_rollouts=rng.choice((0, 0, 1, 2)),
         tail=rng.random() < 0.15,
+        drops=drops,
     )
     if sessions if sessions is not None else are_drawn:
         return drawn._replace(sessions=True, trains_all=trains_all, steps=int(SESSIONS_STEPS * drawn.steps))
@@ -133,7 +140,8 @@ def configs(setup: Setup, model: Path) -> dict[str, Any]:
     """The config of each role."""
     train = TrainSection(batch_groups=setup.batch_groups, group_size=setup.group_size)
     samples = SamplesSection(ticket_ttl_s=8.0, extra_rollouts=0 if setup.tail else setup.extra_rollouts)
-    staleness = StalenessSection(alpha="auto", alpha_max=setup.alpha) if setup.auto else StalenessSection(alpha=setup.alpha)
+    alpha: dict[str, Any] = {"alpha": "auto", "alpha_max": setup.alpha} if setup.auto else {"alpha": setup.alpha}
+    staleness = StalenessSection(**alpha, stragglers="drop" if setup.drops and not setup.tail else "wait")
     tail = TailBatchingSection(enabled=setup.tail, eta_prompts=1.5, eta_responses=1.5)
     where = ModelSection(path=str(model))
     reward = RewardSection(functions=("rubato.sim.simtest.toys:score",))

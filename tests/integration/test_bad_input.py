@@ -122,6 +122,8 @@ CONFIGS = [
     pytest.param((*LAUNCH, "staleness.alpha=-1"), "staleness.alpha: -1 is neither a whole number at least 0 nor auto.", id="alpha negative"),
     pytest.param((*LAUNCH, "staleness.alpha=sometimes"), "staleness.alpha: 'sometimes' is neither a whole number at least 0 nor auto.", id="alpha is no number"),
     pytest.param((*LAUNCH, "staleness.alpha=auto", "staleness.alpha_min=9"), "staleness: alpha_min=9 is above alpha_max=8. Swap them.", id="bounds of alpha the wrong way round"),
+    pytest.param((*LAUNCH, "staleness.stragglers=skip"), "staleness.stragglers", id="stragglers that neither wait nor drop"),
+    pytest.param((*LAUNCH, "staleness.stragglers=drop", "tail_batching.enabled=true"), "stragglers=drop has no effect beside tail_batching", id="stragglers of whole rounds"),
     pytest.param((*LAUNCH, "staleness.alpha=auto", "staleness.bounded=false"), "staleness: alpha=auto moves a bound, and bounded=false lifts it.", id="alpha that moves and has no bound"),
     pytest.param((*LAUNCH, "train.group_size=1"), "train.group_size is 1; it must be a whole number at least 2.", id="group size 1"),
     pytest.param((*LAUNCH, "rollout.max_new_tokens=600"), "rollout.max_new_tokens is 600; it must be below rollout.max_len, which is 512.", id="turns longer than trajectories"),

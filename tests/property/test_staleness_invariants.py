@@ -1,4 +1,4 @@
-"""A job with random completion times: no age above the bound, nothing dropped, no deadlock, and the same twice."""
+"""A job with random completion times: no age above the bound, no deadlock, the same twice; and nothing dropped where it waits."""
 
 import dataclasses
 from dataclasses import dataclass, field
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rubato.planning.staleness import AdmissionView, SupplyView, admit, hand_over, min_version
+from rubato.planning.staleness import AdmissionView, SupplyView, admit, hand_over, min_version, too_old
 
 
 @dataclass
@@ -18,6 +18,7 @@ class Job:
     steps: int
     durations: list[int]
     train_ticks: int
+    waits: bool = True
     version: int = 0
     claimed: int = 0
     started: int = 0
@@ -54,7 +55,7 @@ class Job:
             return
         step = self.claimed + 1
         ready, in_flight = tuple(self.ready.values()), tuple(version for version, _ in self.running.values())
-        plan = hand_over(SupplyView(step, self.alpha, self.batch_groups, ready, in_flight))
+        plan = hand_over(SupplyView(step, self.alpha, self.batch_groups, ready, in_flight), waits=self.waits)
         if not plan.take:
             return
         stale = [group for group, version in self.ready.items() if version < plan.min_version]
@@ -65,6 +66,16 @@ class Job:
             self.ages.append(step - 1 - self.ready.pop(group))
             self.history.append((step, group, tick))
         self.claimed, self.bound, self.training = step, self.batch_groups, (step, tick + self.train_ticks)
+        if not self.waits:
+            self.drop()
+
+    def drop(self):
+        under_way = [(group, version) for group, (version, _) in self.running.items()] + list(self.ready.items())
+        for at in too_old((version for _, version in under_way), self.claimed + 1, self.alpha):
+            group = under_way[at][0]
+            self.running.pop(group, None)
+            self.ready.pop(group, None)
+            self.dropped += 1
 
     def admit(self, tick):
         charged = len(self.running) + len(self.ready) + self.bound
@@ -93,6 +104,18 @@ def test_the_bound_holds_and_nothing_is_dropped_whatever_the_completion_times(jo
     assert len(job.ages) == job.steps * job.batch_groups
     assert job.alpha == -1 or max(job.ages) <= job.alpha
     assert min(job.ages) >= 0
+
+
+@given(job=jobs)
+def test_the_bound_holds_and_every_step_comes_where_stragglers_are_dropped(job):
+    job.waits = False
+    job.run()
+
+    assert len(job.ages) == job.steps * job.batch_groups
+    assert job.alpha == -1 or max(job.ages) <= job.alpha
+    assert min(job.ages) >= 0
+    assert job.alpha > 0 or job.dropped == 0
+    assert job.started == len(job.ages) + job.dropped + len(job.running) + len(job.ready)
 
 
 @given(job=jobs)

@@ -57,7 +57,8 @@ def test_prime_rl_starts_rollouts_until_a_batch_waits_and_takes_what_came_first(
 def tails():
     """On a heavy tail with a bound of 2, by the name of the rule."""
     rules = {"ours": 2, "areal": ArealRule(2), "roll": RollRule(2), "prime-rl": PrimeRlRule(2)}
-    return {name: measured(play("heavy tail", rule)) for name, rule in rules.items()}
+    found = {name: measured(play("heavy tail", rule)) for name, rule in rules.items()}
+    return found | {"drop": measured(play("heavy tail", 2, drops=True))}
 
 
 def test_ours_keeps_the_bound_drops_nothing_and_selects_no_lengths(tails):
@@ -71,7 +72,12 @@ def test_counts_alone_bound_no_age(tails):
     assert tails["areal"].age_max > 2
 
 
-@pytest.mark.parametrize("rule", ["roll", "prime-rl"])
+def test_ours_that_drops_is_faster_at_the_same_bound_and_its_cancels_give_engines_back(tails):
+    assert tails["drop"].tokens_s > 1.3 * tails["ours"].tokens_s
+    assert tails["drop"].tokens_s > tails["roll"].tokens_s
+
+
+@pytest.mark.parametrize("rule", ["drop", "roll", "prime-rl"])
 def test_dropping_what_is_old_keeps_the_bound_and_trains_on_shorter_samples(tails, rule):
     assert tails[rule].age_max <= 2
     assert tails[rule].dropped > 0.01

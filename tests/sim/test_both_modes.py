@@ -106,6 +106,10 @@ KINDS = {
     "tasks": mixed(),
     "pools and affinity": mixed(pools=[pool("compute", "h800", 1, tasks=["read"]), pool("memory", "h20", 2, tasks=["write"])]),
     "learned affinity": mixed(pools=[pool("compute", "h800", 1), pool("memory", "h20", 2)], affinity="learned"),
+    "stragglers dropped": mixed(
+        tasks=[{**READ, "share": 2}, {**WRITE, "action_tokens": {"law": "quantiles", "points": [[0, 100], [0.9, 200], [1, 1600]]}}],
+        stragglers="drop", steps=16,
+    ),
     "rewards": mixed(tasks=[READ, {**WRITE, "reward_s": {"law": "uniform", "low": 0.3, "high": 0.9}}], reward_workers=2),
     "elastic rewards": mixed(
         tasks=[READ, {**WRITE, "reward_s": {"law": "uniform", "low": 0.3, "high": 0.9}}],
@@ -130,6 +134,7 @@ def test_both_modes_agree_within_3_percent_on_each_kind_of_job(kind, tmp_path):
         modelled.run()
         live = run(spec, seed, folder)
 
+        assert bool(modelled.buffer.fates.get("cancelled")) == (spec.stragglers == "drop")
         ours += modelled.rows[-1].published_s - modelled.rows[WARM - 1].published_s
         real += live.rows[-1]["time/wall_s"] - live.rows[WARM - 1]["time/wall_s"]
         assert bool(live.moved) == kind.startswith("moves")

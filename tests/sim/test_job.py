@@ -61,6 +61,20 @@ def test_a_looser_bound_lets_rollouts_run_beside_training():
     assert loose.rows[-1].published_s < tight.rows[-1].published_s
 
 
+def test_stragglers_that_are_dropped_give_back_their_places_and_the_bound_holds():
+    waits, drops = job(alpha=1, steps=30, environments=12), job(alpha=1, steps=30, environments=12, stragglers="drop")
+
+    waits.run()
+    drops.run()
+
+    assert "stale" not in waits.buffer.fates
+    assert drops.buffer.fates["cancelled"] > 0
+    assert max(drops.buffer.ages) <= 1
+    assert drops.rows[-1].published_s < waits.rows[-1].published_s
+    with pytest.raises(ValueError, match="move_every_s nor stragglers=drop"):
+        job(pools=[{**pools()[0].model_dump(), "serves": stage, "name": stage} for stage in ("prefill", "decode")], stragglers="drop")
+
+
 def test_alpha_of_a_job_may_adapt_within_bounds():
     simulated = job(alpha="auto", alpha_min=1, alpha_max=2, steps=40, drift=0.05)
 

@@ -1,6 +1,6 @@
 """Virtual time: order, waiting, and what an event is."""
 
-from rubato.sim.timeline import Timeline
+from rubato.sim.timeline import Cancelled, Timeline
 
 
 def test_what_is_due_at_one_moment_goes_on_in_the_order_in_which_it_was_set():
@@ -66,3 +66,45 @@ def test_a_run_stops_where_its_event_happens():
     timeline.run(until=timeline.start(ends()).ended)
 
     assert timeline.now == 2.5
+
+
+def test_a_cancelled_process_ends_where_it_waits_and_may_go_on_with_something_else():
+    timeline, told = Timeline(), []
+    never = timeline.event()
+
+    async def works() -> None:
+        try:
+            await never
+        except Cancelled:
+            told.append(timeline.now)
+        await timeline.sleep(1.0)
+        told.append(timeline.now)
+
+    process = timeline.start(works())
+    timeline.at(2.0, process.cancel)
+    timeline.at(2.0, process.cancel)
+    timeline.at(2.5, never.set)
+    timeline.run()
+
+    assert told == [2.0, 3.0]
+
+
+def test_a_cancel_in_the_moment_of_its_event_comes_first_and_once():
+    timeline, told = Timeline(), []
+    event = timeline.event()
+
+    async def works() -> None:
+        try:
+            await event
+            told.append("went on")
+        except Cancelled:
+            told.append("cancelled")
+        await timeline.sleep(1.0)
+        told.append("ended")
+
+    process = timeline.start(works())
+    event.set()
+    process.cancel()
+    timeline.run()
+
+    assert told == ["cancelled", "ended"]

@@ -22,7 +22,7 @@ def bench():
 
 @pytest.mark.parametrize("seed", [0, 1, 6])
 def test_alpha_moves_stays_within_its_bounds_and_outlives_every_restart(bench, seed):
-    job = setup.draw(seed, sessions=False)._replace(auto=True, tail=False, alpha=MOST, steps=STEPS)
+    job = setup.draw(seed, sessions=False)._replace(auto=True, tail=False, drops=False, alpha=MOST, steps=STEPS)
 
     outcome = run(bench, seed, faults.draw(seed, job.names, STEPS, DEFAULT, 1), setup=job)
 

@@ -23,7 +23,7 @@ class Silent(InvariantChecks):
 
 def audited(folder, *, seed, empty_at, restart=None):
     """The problems of a simulated run, whose Store is emptied at that step; then the process `restart` is killed."""
-    bench, setup = Bench(), setups.draw(seed)._replace(tail=False)
+    bench, setup = Bench(), setups.draw(seed)._replace(tail=False, drops=False)
     loop = SimLoop(seed, limit_s=300.0)
     monitor = Silent(setup.alpha, setup.window)
     job = SeedJob(setup, [], folder, bench.model, Record(loop.time, keep=False), monitor)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rubato.planning.staleness import OLDEST, AdmissionView, SupplyView, admit, hand_over, is_stale, min_version
+from rubato.planning.staleness import OLDEST, AdmissionView, SupplyView, admit, hand_over, is_stale, min_version, too_old
 
 
 def admission(**given):
@@ -10,9 +10,9 @@ def admission(**given):
     return admit(AdmissionView(**view))
 
 
-def supply(**given):
+def supply(*, waits=True, **given):
     view = {"step": 1, "alpha": 1, "batch_groups": 2, "ready": (), "in_flight": ()} | given
-    return hand_over(SupplyView(**view))
+    return hand_over(SupplyView(**view), waits=waits)
 
 
 @pytest.mark.parametrize(("alpha", "slots"), [(0, 4), (1, 8), (4, 20), (-1, 32)])
@@ -55,6 +55,18 @@ def test_old_groups_that_would_crowd_a_later_batch_are_waited_for_now():
 
     assert not crowd.take
     assert room.take
+
+
+def test_a_hand_over_that_does_not_wait_takes_the_oldest_that_are_ready():
+    plan = supply(waits=False, alpha=2, step=3, ready=(2, 1, 2), in_flight=(0, 0, 0))
+
+    assert plan.take
+    assert plan.chosen == (1, 0)
+
+
+def test_what_no_step_may_train_any_more_is_too_old():
+    assert too_old((3, 2, 1, 3), step=4, alpha=1) == (2,)
+    assert too_old((0, 1), step=90, alpha=-1) == ()
 
 
 def test_nothing_is_waited_for_that_could_not_be_in_the_batch():

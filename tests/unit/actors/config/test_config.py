@@ -96,6 +96,7 @@ def test_the_bound_of_an_alpha_that_adapts_is_its_largest():
     ("given", "sentence"),
     [
         ({"alpha": "auto", "alpha_min": 3, "alpha_max": 2}, "alpha_min=3 is above alpha_max=2. Swap them"),
+        ({"stragglers": "drop", "bounded": False}, "stragglers=drop ends what is older than the bound, and bounded=false lifts it"),
         ({"alpha": "auto", "bounded": False}, "alpha=auto moves a bound, and bounded=false lifts it"),
         ({"alpha": 2, "alpha_max": 5}, "alpha_max=5 bounds an alpha that moves, but alpha=2. Set alpha=auto, or leave it out"),
         ({"alpha_min": 1}, "alpha_min=1 bounds an alpha that moves, but alpha=1. Set alpha=auto, or leave it out"),

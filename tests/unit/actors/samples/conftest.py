@@ -158,7 +158,7 @@ class Stage:
         self.folder = folder
         self.run_info = RunInfo("test", folder, 7, config.pop("steps", 100), config.pop("window_s", 0.0))
         self.config = SampleBuffer.Config(
-            staleness=StalenessSection(alpha=config.pop("alpha", 1)),
+            staleness=StalenessSection(alpha=config.pop("alpha", 1), stragglers=config.pop("stragglers", "wait")),
             train=TrainSection(
                 batch_groups=config.pop("batch_groups", 2),
                 group_size=config.pop("group_size", 2),

@@ -595,6 +595,24 @@ def test_trained_and_ended_are_counted_by_task_too():
     assert {name: value for name, value in found.items() if name.startswith("task/")} == {
         "task/sums/ended": 2,
         "task/sums/trained_frac": 0.5,
+        "task/sums/stale_frac": 0.5,
         "task/walk/ended": 1,
         "task/walk/trained_frac": 1.0,
     }
+
+
+def test_what_was_cancelled_counts_by_what_it_had_sampled_once_that_is_known():
+    tally = Tally()
+    tally.end("stale", 0, "sums")
+    tally.end("stale", 0, "sums")
+
+    tally.measured("stale", 5)
+
+    assert {name: value for name, value in tally.figures(0, []) if name.startswith("length/")} == {
+        "length/0/ended": 1, "length/0/trained_frac": 0.0, "length/0/stale_frac": 1.0,
+        "length/8/ended": 1, "length/8/trained_frac": 0.0, "length/8/stale_frac": 1.0,
+    }  # fmt: skip
+
+    tally.measured("stale", 6)
+
+    assert not any(name.startswith("length/0/") for name, _ in tally.figures(0, []))
