@@ -29,9 +29,6 @@ LATER = (1 / 16, 1 / 8, 1 / 4, 3 / 8, 1 / 2, 3 / 4)
 HORIZON = 2
 """Steps over which a switch for the coming one is to pay: lengths drift slowly, and the next step is more like this one than not."""
 
-RISE, QUIET_STEPS = 1.05, 4
-"""Of `by_preemptions`: RollPacker's."""
-
 
 class StepPlan(NamedTuple):
     """Degrees for the coming step, ascending, and who has which requests: `assigned` in the same order. `predicted_s` has the switch in it."""
@@ -335,31 +332,3 @@ def _plan(found: _Dealt, switched: bool, drawn: bool, why: str) -> StepPlan:
 def _named(degrees: Sequence[int]) -> str:
     """Such as `TP2 x 4 + TP8 x 1`."""
     return " + ".join(f"TP{degree} x {count}" for degree, count in sorted(Counter(degrees).items()))
-
-
-class PreemptionTrend(NamedTuple):
-    """What `by_preemptions` remembers from step to step."""
-
-    degree: int
-    before: int | None = None
-    """Preemptions of the step before under this degree; None where there is none."""
-    quiet: int = 0
-    """Steps in a row without any."""
-
-
-def by_preemptions(trend: PreemptionTrend, preempted: int, degrees: Sequence[int]) -> tuple[PreemptionTrend, str]:
-    """RollPacker's rule (arXiv 2509.21009, its parallelism planner): the degree for the next step, one of `degrees`, and why.
-
-    It doubles where a step has more than 1.05 times the preemptions of the one before, and halves after four steps without any. Which
-    degrees divide the heads and fit one server is for `degrees` to say. Raises ValueError for a number of preemptions below 0.
-    """
-    if preempted < 0:
-        raise ValueError(f"preempted is {preempted}; a step has 0 preemptions or more")
-    quiet = 0 if preempted else trend.quiet + 1
-    if trend.before is not None and preempted > RISE * trend.before and 2 * trend.degree in degrees:
-        why = f"TP{trend.degree} → TP{2 * trend.degree}: {preempted} preemptions after {trend.before}"
-        return PreemptionTrend(2 * trend.degree), why
-    if quiet >= QUIET_STEPS and trend.degree % 2 == 0 and trend.degree // 2 in degrees:
-        why = f"TP{trend.degree} → TP{trend.degree // 2}: {quiet} steps without a preemption"
-        return PreemptionTrend(trend.degree // 2), why
-    return PreemptionTrend(trend.degree, preempted, quiet), f"TP{trend.degree} stays: {preempted} preemptions"

@@ -77,6 +77,27 @@ def test_what_the_freed_half_trained_is_not_left():
     assert left_s(done._replace(freed_s=None), 4.0, 0.0) == 4.0
 
 
+def test_no_stream_takes_the_fixed_part_of_training():
+    loaded = load(SCENARIOS / "rollpacker_stream.yaml", SMALL["rollpacker_stream"])
+    fixed = loaded.scenario.fixed
+    none = fixed.model_copy(update={"load_s": 0.0, "sync_s": 0.0})
+
+    gained = [
+        loaded.kind.run(loaded.scenario.model_copy(update={"fixed": each}), silent).figures["stream_20_over_none"] for each in (none, fixed)
+    ]
+
+    assert fixed.seconds == pytest.approx(none.seconds + 5.0)
+    assert 0 < none.seconds < 0.5  # gradients over NICs, and a pass over the states
+    assert gained[0] < gained[1] < 1
+
+
+def test_a_fixed_part_above_training_s_share_is_refused_in_a_sentence():
+    loaded = load(SCENARIOS / "rollpacker_stream.yaml", [*SMALL["rollpacker_stream"], "fixed.load_s=1e4"])
+
+    with pytest.raises(ValueError, match=r"the fixed part of training takes 10001\.\d s, and training's share is"):
+        loaded.kind.run(loaded.scenario, silent)
+
+
 def counted(kind: str = "short", launch: int = 3) -> RoundCount:
     return RoundCount(TailRound(0, "short" if kind == "short" else "long", (7, 8, 9), launch, 2, 2, 0, ""))
 
