@@ -1,8 +1,10 @@
 """What can be decided about vLLM without it: the missing package, weights that do not fit, and the way they travel."""
 
 import asyncio
+import dataclasses
 import importlib.util
 import json
+import math
 import struct
 import sys
 from contextlib import aclosing
@@ -12,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from rubato.actors.config import ModelSection
+from rubato.actors.engines import vllm_launch
 from rubato.actors.engines.engine import ENGINES, EngineDead, EngineError, Work
 from rubato.actors.engines.section import EngineSection
 from rubato.actors.engines.vllm_engine import VllmEngine
@@ -89,6 +92,10 @@ def test_weights_that_fit_may_hold_more_than_the_model_needs(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(image_of(a=[0.0, 0.0], b=[0.0]))
 
     check_tensors(shapes_of(tmp_path), image_of(a=[1.0, 2.0], b=[3.0], c=[4.0]), "weights version 7")
+
+
+def test_values_are_looked_at_once_by_who_publishes_them_and_not_by_the_engine():
+    check_tensors({"a": (2,), "b": (1,)}, image_of(a=[math.nan, 2.0], b=[3.0]), "weights version 7")
 
 
 class FakeLlm:
@@ -170,3 +177,18 @@ async def test_a_refused_reset_of_the_prefix_cache_ends_the_engine(engine_on):
         await engine.update(1, image_of(a=[1.0]))
 
     assert engine.load().version == 0
+
+
+@pytest.mark.parametrize(
+    ("is_cpu", "asked", "eager"), [(True, None, True), (False, None, False), (False, True, True), (True, False, False)]
+)
+def test_vllm_computes_eagerly_on_cpu_alone_unless_told_otherwise(monkeypatch, is_cpu, asked, eager):
+    names = {*vllm_launch.OURS, *vllm_launch.FIXED, "kv_cache_memory_bytes", "block_size", "enable_chunked_prefill"}
+    kind = dataclasses.make_dataclass("AsyncEngineArgs", [(name, object, None) for name in names])
+    platform = SimpleNamespace(is_cpu=lambda: is_cpu)
+    monkeypatch.setitem(sys.modules, "vllm.engine.arg_utils", SimpleNamespace(AsyncEngineArgs=kind))
+    monkeypatch.setitem(sys.modules, "vllm.platforms", SimpleNamespace(current_platform=platform))
+
+    found = vllm_launch.arguments(Path("/m"), ModelSection(device="auto"), EngineSection(kind="vllm", enforce_eager=asked))
+
+    assert found.enforce_eager is eager
