@@ -137,6 +137,10 @@ class ModelledBuffer:
         """Of each step."""
         return tuple(ess_of(batch, self._drift) for batch in self._ages)
 
+    def may_train(self, trajectory: str) -> bool:
+        """Whether a trajectory that was not trained yet still may be."""
+        return self._groups.find(trajectory) is not None
+
     def still_useful(self, version_first: int) -> bool:
         """Whether a rollout that began under this version may go on at its next turn."""
         return not is_stale(version_first, self.version, self._groups.alpha)

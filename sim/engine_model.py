@@ -41,6 +41,8 @@ class Usage:
 
     prefill_s: float = 0.0
     decode_s: float = 0.0
+    request_s: float = 0.0
+    """Seconds of decode, once for each request in it."""
     tokens: int = 0
     prefilled: int = 0
     preempted: int = 0
@@ -249,6 +251,7 @@ class ModelledEngine:
             steps = span.steps_within(self.timeline.now - began, most)
             await self.timeline.sleep(began + span.seconds(steps) - self.timeline.now)
         self.usage.decode_s += span.seconds(steps)
+        self.usage.request_s += span.batch * span.seconds(steps)
         if self.usage.steps is not None:
             self.usage.steps.add(0, span.batch, span.context, span.seconds(steps) / steps, steps)
         self.usage.tokens += self._batch * steps

@@ -5,7 +5,7 @@ What each of these takes is pluggable: sim/cluster.py has the costs of a cluster
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from rubato.actors.messages.samples import Ticket
 from rubato.sim.buffer_model import ModelledBuffer
@@ -80,6 +80,13 @@ class JobStep:
         return self.trained_s - self.claimed_s
 
 
+class Begun(NamedTuple):
+    """A rollout that was begun: its task, and the tokens that it samples where it is let."""
+
+    task: str
+    sampled: int
+
+
 @dataclass(eq=False, slots=True)
 class _Place:
     """For one rollout at a time."""
@@ -94,6 +101,8 @@ class Job:
         self.rows: list[JobStep] = []
         self.played: list[Played] = []
         """Every rollout that was scored, in the order in which they ended."""
+        self.begun: dict[str, Begun] = {}
+        """By trajectory."""
         self.buffer = buffer
         self._steps = steps
         self._costs = costs
@@ -138,6 +147,7 @@ class Job:
     async def _roll_out(self, manager: ModelledManager, ticket: Ticket) -> None:
         name = ticket.trajectory_id
         drawn = self._costs.episode(ticket)
+        self.begun[name] = Begun(drawn.task, drawn.sampled)
         session = f"{name}.{ticket.attempt}"
         try:
             played = await manager.play(session, drawn, ticket.version, self.buffer.still_useful)

@@ -23,7 +23,7 @@ DPI = 130
 
 
 TABLES: Final = frozenset(
-    {"agreement", "circuits", "cost", "links", "modes", "phases", "plans", "sensitivity", "splits", "staleness", "windows"}
+    {"agreement", "circuits", "cost", "links", "modes", "phases", "plans", "sensitivity", "splits", "staleness", "tasks", "windows"}
 )
 PLOTS: Final = frozenset(
     {"affinity", "agreement", "cost", "generation", "modelsync", "sigma", "splits", "staleness", "tail", "throughput", "windows"}

@@ -1,9 +1,13 @@
-"""RollArt, R1: which GPU suits which task at equal cost, where the choice turns, and what a mixed cluster gains."""
+"""RollArt, R1: which GPU suits which task at equal cost, where the choice turns, and what a mixed cluster gains.
+
+In the mixed cluster tasks go where the live planner of `affinity: learned` says, which plans anew with each batch; `mapped` is the same
+cluster with each task sent to one class by hand, as the paper's users do.
+"""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, model_validator
 
 from rubato.planning.hardware import GpuSpec
 from rubato.runtime.config import Section
@@ -39,17 +43,35 @@ class Affinity(Scenario):
     trajectories: int = Field(ge=1)
     crossover: Crossover
     mixed: Cluster
-    """Its pools name their tasks."""
+    """What is observed says which pool serves which task."""
+    mapped: dict[str, str]
+    """Task → pool of the mixed cluster."""
     alone: dict[str, Cluster]
     """Clusters of one kind of GPU that the mixed one is held against."""
     concurrency: int = Field(ge=1)
     """Rollouts at once, in the clusters."""
+    batch: int = Field(ge=1)
+    """Rollouts between two weight versions, at each of which is planned anew."""
+    warmup: int = Field(ge=1)
+    """Rollouts before a cluster's time is taken: it fills, and learns."""
     counted: int = Field(ge=1)
-    """Rollouts after which a cluster's time is read, while others still run."""
+    """Rollouts after which it is read, while others still run."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        pools, tasks = {pool.name for pool in self.mixed.pools}, {task.name for task in self.tasks}
+        if self.mapped.keys() != tasks or not set(self.mapped.values()) <= pools:
+            raise ValueError(f"mapped must have a pool of {', '.join(sorted(pools))} for each of {', '.join(sorted(tasks))}")
+        return self
+
+    def by_hand(self) -> Cluster:
+        """The mixed cluster as `mapped`."""
+        named = {pool.name: tuple(task for task, to in self.mapped.items() if to == pool.name) for pool in self.mixed.pools}
+        return Cluster(pools=tuple(pool.model_copy(update={"tasks": named[pool.name]}) for pool in self.mixed.pools))
 
 
 def run(scenario: Affinity, progress: RunProgress) -> RunResult:
-    total = len(scenario.tasks) + len(scenario.crossover.prompts) + 1 + len(scenario.alone)
+    total = len(scenario.tasks) + len(scenario.crossover.prompts) + 2 + len(scenario.alone)
     rows: list[tuple[Cell, ...]] = []
     figures: dict[str, float | bool] = {}
     for task in scenario.tasks:
@@ -64,18 +86,27 @@ def run(scenario: Affinity, progress: RunProgress) -> RunResult:
     ratios = [float(row[1]) / float(row[2]) for row in rows[len(scenario.tasks) :]]
     figures["crossover_prompt"] = crossing(scenario.crossover.prompts, ratios)
     figures["short_prompts_favour_bandwidth"], figures["long_prompts_favour_compute"] = ratios[0] > 1, ratios[-1] < 1
-    mixed_s = _cluster_s(scenario, scenario.mixed)
+    mixed_s, plans = _cluster_s(scenario, scenario.mixed, learned=True)
     rows.append(("mixed", mixed_s, mixed_s))
+    progress(len(rows), total, "mixed")
+    mapped_s, _ = _cluster_s(scenario, scenario.by_hand())
+    rows.append(("mapped", mapped_s, mapped_s))
+    progress(len(rows), total, "mapped")
+    figures["learned_vs_mapped"] = mapped_s / mixed_s
     for name, cluster in scenario.alone.items():
-        alone_s = _cluster_s(scenario, cluster)
+        alone_s, _ = _cluster_s(scenario, cluster)
         figures[f"mixed_vs_{name}"] = alone_s / mixed_s
+        figures[f"mapped_vs_{name}"] = alone_s / mapped_s
         rows.append((name, alone_s, alone_s))
         progress(len(rows), total, name)
     return RunResult(
         figures=figures,
         tables={"phases": Table(("what", "compute_s", "bandwidth_s"), rows)},
         plots={"affinity": Plot("Where the choice of GPU turns", lambda figure: _curve(figure, scenario, ratios))},
-        notes=(f"{_cost(scenario.compute)} against {_cost(scenario.bandwidth)} US dollars an hour",),
+        notes=(
+            f"{_cost(scenario.compute)} against {_cost(scenario.bandwidth)} US dollars an hour",
+            f"learned: {plans[-1] if plans else 'no plan yet'}",
+        ),
     )
 
 
@@ -104,14 +135,28 @@ def _on_both(scenario: Affinity, task: TaskSpec) -> tuple[float, float]:
     return compute, bandwidth
 
 
-def _cluster_s(scenario: Affinity, cluster: Cluster) -> float:
-    """Seconds per counted rollout of the tasks' mixture, in the steady state."""
+def _cluster_s(scenario: Affinity, cluster: Cluster, *, learned: bool = False) -> tuple[float, list[str]]:
+    """Seconds per counted rollout of the tasks' mixture, in the steady state; and the plans, in words."""
+    last = scenario.warmup + scenario.counted
     episodes: list[Episode] = []
-    for number in range(scenario.counted + scenario.concurrency):
+    for number in range(last + scenario.concurrency):
         task = task_of(scenario.tasks, scenario.seed, f"t{number}")
         episodes.append(episode(task, scenario.seed, f"t{number}"))
-    done = BatchRun(cluster.pools).trajectories(episodes, enough=scenario.counted, concurrency=scenario.concurrency)
-    return done.seconds / scenario.counted
+    run = BatchRun(cluster.pools, learned=learned)
+    ended, began_s = 0, 0.0
+
+    def over(_: int) -> bool:
+        nonlocal ended, began_s
+        ended += 1
+        if ended == scenario.warmup:
+            began_s = run.timeline.now
+        if run.affinity is not None and ended % scenario.batch == 0:
+            run.affinity.replan()
+        return ended == last
+
+    done = run.trajectories(episodes, concurrency=scenario.concurrency, over=over)
+    plans = [plan.why for plan in run.affinity.plans] if run.affinity is not None else []
+    return (done.seconds - began_s) / scenario.counted, plans
 
 
 def _cost(pool: PoolSpec) -> str:

@@ -1,6 +1,6 @@
 """One batch of rollouts on modelled engines, trajectory by trajectory or in lock-step, until the last (or enough) are done."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
@@ -23,17 +23,26 @@ class BatchDone(NamedTuple):
 class BatchRun:
     """Runs once: `trajectories` or `lock_step`."""
 
-    def __init__(self, pools: tuple[PoolSpec, ...]) -> None:
+    def __init__(self, pools: tuple[PoolSpec, ...], *, learned: bool = False) -> None:
+        """Tasks go to the pools that name them, or as is `learned`: whoever runs it says when to plan anew."""
         self.timeline = Timeline()
         self.engines = engines_of(self.timeline, pools)
-        self.manager = manager_of(self.timeline, self.engines, affinity_of(self.engines, pools))
+        self.affinity = affinity_of(self.engines, pools, learned=learned)
+        self.manager = manager_of(self.timeline, self.engines, self.affinity)
 
     def score_by(self, score: Scores) -> None:
         """Trajectories are scored by `score` and not as their task says."""
         self.manager = replace(self.manager, score=score)
 
-    def trajectories(self, episodes: Sequence[Episode], enough: int | None = None, concurrency: int | None = None) -> BatchDone:
-        """Each goes on by itself, `concurrency` at once (None: all). The batch ends when `enough` have, None means all.
+    def trajectories(
+        self,
+        episodes: Sequence[Episode],
+        enough: int | None = None,
+        concurrency: int | None = None,
+        over: Callable[[int], bool] = lambda number: False,
+    ) -> BatchDone:
+        """Each goes on by itself, `concurrency` at once (None: all). The batch ends when `enough` have, None means all, or when it is `over`,
+        which is asked with the number of each that ends.
 
         One that gives up has ended too, and is not among the played.
         """
@@ -49,7 +58,7 @@ class BatchRun:
                 with suppress(RolloutFailed):
                     played[number] = await self.manager.play(f"t{number}", episode)
                 ended += 1
-                if ended == wanted:
+                if over(number) or ended == wanted:
                     complete.set()
 
         for _ in range(concurrency or len(episodes)):

@@ -1,5 +1,6 @@
 """RollArt, R3: a reward model on GPUs of its own against one behind functions, whose GPUs then roll out."""
 
+from collections.abc import Sequence
 from statistics import fmean
 from typing import Self
 
@@ -9,6 +10,7 @@ from rubato.planning.autoscale import PoolBounds
 from rubato.planning.roofline import Deployment, Roofline
 from rubato.sim.cluster import PoolSpec, engines_of
 from rubato.sim.distribution import Distribution
+from rubato.sim.engine_model import ModelledEngine
 from rubato.sim.manager_model import TurnRequest
 from rubato.sim.outcome import Cell, RunProgress, RunResult, Table
 from rubato.sim.proxy_model import ModelledProxy
@@ -92,7 +94,7 @@ def run(scenario: Serverless, progress: RunProgress) -> RunResult:
         done = batch.trajectories(episodes, concurrency=scenario.concurrency)
         used = fmean(done.busy_s.values()) / done.seconds
         rewarding = fmean(engine.usage.busy_s for engine in own.engines) / done.seconds
-        rows.append((arm, done.seconds, used, rewarding))
+        rows.append((arm, done.seconds, used, rewarding, _filled(batch.engines, done.seconds), _filled(own.engines, done.seconds)))
         progress(len(rows), 2, arm)
     local, freed = rows
     instances = functions.instances
@@ -104,16 +106,28 @@ def run(scenario: Serverless, progress: RunProgress) -> RunResult:
             "rollout_speedup": float(local[1]) / float(freed[1]),
             "utilisation_local": float(local[3]),
             "utilisation_serverless": float(freed[2]),
+            "filled_local": float(local[5]),
+            "filled_serverless": float(freed[4]),
             "instances_mean": instance_s / float(freed[1]),
             "instances_most": float(instances.most),
             "cold_starts": float(instances.cold_starts),
         },
-        tables={"phases": Table(("arm", "rollout_s", "rollout_gpus_busy", "reward_gpus_busy"), rows)},
+        tables={
+            "phases": Table(
+                ("arm", "rollout_s", "rollout_gpus_busy", "reward_gpus_busy", "rollout_gpus_filled", "reward_gpus_filled"), rows
+            )
+        },
         notes=(
-            "Utilisation is of the GPUs in question: they score in one arm and roll out in the other.",
+            "Utilisation is of the GPUs in question: they score in one arm and roll out in the other. It is the share of time in which they compute.",
+            f"By requests over those that they could decode at once it is {local[5]:.1%} where they score, and {freed[4]:.1%} where they roll out.",
             f"Functions: {instance_s / float(freed[1]):.1f} instances on average, at most {instances.most}, {instances.cold_starts} started.",
         ),
     )
+
+
+def _filled(engines: Sequence[ModelledEngine], seconds: float) -> float:
+    """Requests that were decoded, over those that they had room for."""
+    return fmean(engine.usage.request_s / engine.num_slots for engine in engines) / seconds
 
 
 KIND = ScenarioKind(Serverless, run)

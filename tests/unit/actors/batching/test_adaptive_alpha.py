@@ -173,3 +173,19 @@ def test_a_step_in_which_an_evaluation_ran_is_no_evidence(stage):
         job.stop()
 
     stage.run(scene)
+
+
+def test_alpha_adapts_where_stragglers_are_dropped_too_and_the_bound_holds(make_stage):
+    stage = make_stage(alpha="auto", stragglers="drop", ticket_ttl_s=1e6)
+
+    async def scene():
+        await stage.start()
+        job = LittleJob(stage)
+        await job.run(30)
+
+        assert {type(plugin).__name__ for plugin in stage.buffer._groups.plugins} == {"AdaptiveAlpha", "DropStragglers"}
+        assert job.told[-1] >= 2
+        assert max(job.ages) <= max(job.told)
+        job.stop()
+
+    stage.run(scene)
