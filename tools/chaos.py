@@ -149,6 +149,8 @@ async def go(args: argparse.Namespace, config: Config, job: Job, chaos: Chaos) -
     while (now := loop.time()) < began + args.seconds:
         chaos.saw(now - began)
         chaos.wake(now - began)
+        if job.launcher.returncode is not None:
+            chaos.wake(float("inf"))  # what is stopped can't end
         if job.launcher.returncode == 0:  # it got through sooner than the chaos: it is given as many steps again
             await _no_orphans(job)
             rounds += 1
