@@ -112,7 +112,7 @@ def running(tmp_path_factory, model: Path) -> Iterator[Path]:
 CONFIGS = [
     pytest.param((*LAUNCH, "staleness.alhpa=1"), "staleness.alhpa is not a key. Did you mean staleness.alpha?", id="mistyped key"),
     pytest.param((*LAUNCH, "colour=red"), "colour is not a key.", id="unknown key"),
-    pytest.param((*LAUNCH, "staleness.colour=1"), "staleness.colour is not a key. staleness has alpha, alpha_min, alpha_max, bounded.", id="unknown key of a section"),
+    pytest.param((*LAUNCH, "staleness.colour=1"), "staleness.colour is not a key. staleness has alpha, alpha_min, alpha_max, bounded, stragglers.", id="unknown key of a section"),
     pytest.param((*LAUNCH, "actors.engin.count=2"), "actors.engin names no class. Did you mean actors.engine?", id="mistyped role"),
     pytest.param((*LAUNCH, "train.lr", "=", "5"), "train.lr is not of the form key.sub=value without spaces", id="spaces around ="),
     pytest.param((*LAUNCH, "train.lr=fast"), "train.lr is 'fast'; it must be a number above 0.", id="wrong type"),
