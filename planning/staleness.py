@@ -103,7 +103,7 @@ def hand_over(view: SupplyView, *, waits: bool = True) -> HandOver:
     more than k batches of them would remain, and one of them still runs, a younger group must not take its place: the
     hand-over waits. Long rollouts are thus waited for and not dropped, so that the batch is no selection of short ones.
 
-    Where it does not wait, whoever asks ends what is `too_old`: RollArt's rule (arXiv 2512.22560, section 7.2), by which n - v0 <= α or
+    Where it does not wait, the caller ends what is `too_old`: RollArt's rule (arXiv 2512.22560, section 7.2), by which n - v0 <= α or
     the trajectory is aborted.
     """
     oldest = min_version(view.step, view.alpha)

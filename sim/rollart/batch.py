@@ -24,7 +24,7 @@ class BatchRun:
     """Runs once: `trajectories` or `lock_step`."""
 
     def __init__(self, pools: tuple[PoolSpec, ...], *, learned: bool = False) -> None:
-        """Tasks go to the pools that name them, or as is `learned`: whoever runs it says when to plan anew."""
+        """Tasks go to the pools that name them, or as is `learned`: its caller says when to plan anew."""
         self.timeline = Timeline()
         self.engines = engines_of(self.timeline, pools)
         self.affinity = affinity_of(self.engines, pools, learned=learned)

@@ -392,7 +392,7 @@ class Model:
 
 
 class _Writing:
-    """A block in which one operation is written: whoever brings the same waits for its end."""
+    """A block in which one operation is written: a request that brings the same waits for its end."""
 
     def __init__(self, writing: dict[int, asyncio.Event], seq: int) -> None:
         self._writing, self._seq = writing, seq

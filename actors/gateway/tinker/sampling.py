@@ -220,7 +220,7 @@ class Samplings:
         return future.told
 
     def cancel(self, tenant: str, name: str) -> None:
-        """Nobody waits for it any more."""
+        """No request waits for it any more."""
         if (future := self.future(tenant, name)) is not None:
             self._end(name, future)
 

@@ -16,7 +16,7 @@ TORCH_MODELS = "rubato.actors.gateway.tinker.torch_models:TorchModels"
 """What makes them: of the sections model and train, the model's folder, one for what is put aside, and a budget in bytes."""
 
 SAVED = "tinker.json"
-"""Beside an adapter in peft's format, whoever it was written for."""
+"""Beside an adapter in peft's format, of any writer."""
 
 
 class TunedModels(Protocol):
@@ -82,7 +82,7 @@ class State(msgspec.Struct, frozen=True):
     """`seq` of the newest operation that is in it."""
     follows: bool
     outcome: Outcome
-    """Of that operation: whoever asked may not have it yet."""
+    """Of that operation: the server may not have it yet."""
 
 
 def read_saved(folder: Path) -> Saved:

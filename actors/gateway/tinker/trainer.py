@@ -58,7 +58,7 @@ LOG_BYTES = 64 * 2**20
 """Operations since the newest checkpoint, after which there is one whether or not a step is due: so the log stays bounded."""
 
 OUTCOMES_KEPT = 2
-"""Of each model: whoever asks again asks for the newest one."""
+"""Of each model: a server that asks again asks for the newest one."""
 
 
 class HeldModel:
