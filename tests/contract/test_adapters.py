@@ -86,7 +86,7 @@ async def test_adapters_are_swapped_in_place_and_mixed_in_one_batch(engine, mode
     assert gap(model_folder, first, under_first, run) < 1e-3
     assert gap(model_folder, first, under_first, None) > 1e-2
     assert under_first.spans == (VersionSpan(1, 0, 8),)
-    chunks = engine.generate(Work("r2", "", prompt_of(2), Sampling(60)))
+    chunks = engine.generate(Work("r2", "", prompt_of(2), Sampling(200)))
     tokens = (await anext(chunks)).tokens
     await engine.update(2, newer)
     async for chunk in chunks:
@@ -105,12 +105,13 @@ async def test_adapters_are_swapped_in_place_and_mixed_in_one_batch(engine, mode
         assert found.spans == (VersionSpan(7 if work.adapter else 2, 0, 12),)
 
     # dropped, and another of its name: nothing of the first is left in any cache
-    chunks = engine.generate(works[1]._replace(request_id="r3"))
-    await anext(chunks)
+    await engine.suspend()
+    asking = asyncio.gather(collect(engine, works[1]._replace(request_id="r3")))
+    await asyncio.sleep(0)  # the engine has it by then
     with pytest.raises(EngineError, match="requests under the adapter tenant are under way"):
         await engine.drop("tenant")
-    async for _ in chunks:
-        pass
+    await engine.resume()
+    await asking
     await engine.drop("tenant")
     with pytest.raises(EngineError, match="is for the adapter tenant, which this engine does not hold"):
         await collect(engine, works[1]._replace(request_id="r4"))
