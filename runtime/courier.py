@@ -3,7 +3,7 @@
 import asyncio
 import functools
 import itertools
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
@@ -106,6 +106,10 @@ class Courier:
         self._pending: dict[int, Pending] = {}
         self._routes: dict[tuple[str, str], _Route] = {}
         self._latest: dict[str, _Route] = {}
+        self.sent: defaultdict[str, int] = defaultdict(int)
+        """Bytes that each actor was sent in asks and tells: bodies, and the buffers beside them."""
+        self.came: defaultdict[str, int] = defaultdict(int)
+        """Bytes of each actor's replies."""
         self.unknown = 0
         """Asks that ended as Unknown: they may or may not have run."""
         self.late = 0
@@ -121,6 +125,7 @@ class Courier:
             except NotSent as error:
                 self._refused(record, type(request), error)
                 raise
+        self.sent[record.name] += size
         ask_id, future = self._send(record, request, encoded, deadline, current_trace.get())
         try:
             return await future
@@ -132,9 +137,10 @@ class Courier:
         """As `ask`, without a task to wait in; None where there is no credit now. To cancel the future is to cancel the work."""
         try:
             encoded = encode_body(request)
-            route = self._way(record)
-            if route.waiting or not route.account.take(_size(encoded)):
+            route, size = self._way(record), _size(encoded)
+            if route.waiting or not route.account.take(size):
                 return None
+            self.sent[record.name] += size
             ask_id, future = self._send(record, request, encoded, deadline, trace)
         except BusError as error:
             failed: asyncio.Future[ReplyT] = asyncio.get_running_loop().create_future()
@@ -173,6 +179,7 @@ class Courier:
         route, size = self._way(record), _size(encoded)
         if route.waiting or not route.account.take(size):
             return self._tell_later(route, size, tag, body, buffers)
+        self.sent[record.name] += size
         envelope = Envelope.tell(record.name, record.incarnation, tag, current_trace.get(), body, self._sender)
         self._transport.post(record.address, envelope, buffers)
         return None
@@ -188,6 +195,7 @@ class Courier:
             self.late += 1
             return
         del self._pending[envelope.id]
+        self.came[pending.record.name] += _size((envelope.tag, envelope.body, delivery.buffers))
         try:
             pending.future.set_result(_reply(pending, envelope, delivery.buffers))
         except BusError as error:
@@ -254,6 +262,7 @@ class Courier:
     async def _tell_later(self, route: _Route, size: int, tag: str, body: msgspec.Raw, buffers: Sequence[memoryview | bytes]) -> None:
         record = route.record
         await self._take_credit(route, size, None)
+        self.sent[record.name] += size
         envelope = Envelope.tell(record.name, record.incarnation, tag, current_trace.get(), body, self._sender)
         self._transport.post(record.address, envelope, buffers)
 

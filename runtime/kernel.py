@@ -18,7 +18,7 @@ from rubato.runtime.blobs.blob import BlobStore
 from rubato.runtime.courier import Courier, Ref, current_deadline, current_trace
 from rubato.runtime.dispatch import Dispatcher
 from rubato.runtime.errors import PERMANENT, ActorFailed, NotRunning, has_no_room
-from rubato.runtime.messages import Drain, Finish, Notice, Progress, RoomWanted, Saved, Tap
+from rubato.runtime.messages import BytesCounted, CountBytes, Drain, Finish, Notice, Progress, RoomWanted, Saved, Tap
 from rubato.runtime.observe.figures import Metrics, Waits, measure_loop_lag
 from rubato.runtime.observe.trace import Trace
 from rubato.runtime.registry import BEAT_S, LEASE_TTL_S, NODE, ActorRecord, Directory, RankRecord, Registry, State, announce, withdraw
@@ -88,7 +88,7 @@ class Kernel:
         self.ready = asyncio.Event()
         self.transport = transport
         self.courier = Courier(transport, name, self.waits)
-        system = {Drain.__name__: self._drain_asked, Tap.__name__: self._tap_asked}
+        system = {Drain.__name__: self._drain_asked, Tap.__name__: self._tap_asked, CountBytes.__name__: self._count_asked}
         self.dispatch = Dispatcher(transport, name, log, self.spawn, system, self.courier.arrived)
         self.dispatch.incarnation = incarnation
         self.registry = Registry(store, self.directory, self._peers_changed)
@@ -192,6 +192,9 @@ class Kernel:
 
             self._tap = FrameTap(self.transport, self.dispatch)
         self._tap.asked(delivery)
+
+    def _count_asked(self, delivery: Delivery) -> None:
+        self.dispatch.reply(delivery, BytesCounted(self.incarnation, dict(self.courier.sent), dict(self.courier.came)))
 
     async def _peers_changed(self, joined: set[str], left: set[str]) -> None:
         if self._actor is not None:

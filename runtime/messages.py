@@ -44,6 +44,20 @@ class Tap(Request[Tapped | NotTapped], frozen=True):
     wait_s: float
 
 
+class BytesCounted(Message, frozen=True):
+    """Bytes by actor since the process began: what it was sent in asks and tells, and what came of it in replies."""
+
+    incarnation: int
+    sent: dict[str, int]
+    came: dict[str, int]
+
+
+class CountBytes(Request[BytesCounted], frozen=True):
+    """To any kernel: how much have you and others said to each other? Of two actors, who asks counts both ways, so each byte is counted once."""
+
+    idempotent: ClassVar[bool] = True
+
+
 class Progress(Message, frozen=True):
     """To the node agent: one more step of the job is done; `row` is its line of metrics.jsonl."""
 

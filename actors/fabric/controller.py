@@ -1,14 +1,15 @@
 """FabricController: gives each phase of the job its circuits, ahead of time once it knows the rhythm of the phases."""
 
 import asyncio
-from collections.abc import Callable, Collection, Generator, Mapping
+from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from typing import Any
 
 from rubato.actors.config import WeightsSection
 from rubato.actors.fabric.connect import check_driver, device, emulated
-from rubato.actors.fabric.driver import FabricError, NotTheWriter
+from rubato.actors.fabric.driver import FabricError, NotTheWriter, SwitchState
+from rubato.actors.fabric.meter import Meter
+from rubato.actors.fabric.racks import Racks
 from rubato.actors.fabric.reconciler import CircuitLedger, LedgerUnavailable, PortsFailed, Reconciler, Stage
 from rubato.actors.fabric.rhythm import Accounts, Aim, Aims, Rhythm
 from rubato.actors.fabric.section import FabricSection
@@ -25,18 +26,13 @@ from rubato.actors.messages.fabric import (
     PhaseIntent,
     ReleaseCircuits,
 )
-from rubato.bus.address import bare
 from rubato.planning.circuits import CircuitPlan, Cross, FabricSnapshot, Verdict, plan
-from rubato.planning.demand import Demand, Links
-from rubato.planning.relay import demands, pod_of
+from rubato.planning.demand import Links
 from rubato.runtime.actor import Actor, handler
 from rubato.runtime.config import ActorConfig
 from rubato.runtime.importer import check_module
 from rubato.runtime.kernel import Kernel
 from rubato.runtime.store.store import Fence, StoreUnavailable
-
-if TYPE_CHECKING:
-    from rubato.runtime.registry import ActorRecord
 
 RESHARD = "reshard"
 """Stands for the phase where circuits are asked for."""
@@ -87,6 +83,9 @@ class FabricController(Actor):
         self._racks = Racks(section.racks, self.directory.find, self.peers, by_rings=by_rings)
         self._templates = Templates(section, self._racks.names)
         self._link_bytes_s = section.link_gbps * 1e9 / 8
+        self._meter = Meter(self)
+        self._gone: set[str] = set()
+        """Endpoints that left, and keep their ports until the phase is over: one that is started again is there by then."""
         self._unsaved = False
         self._rhythm = Rhythm()
         self._epochs: dict[str, int] = {}
@@ -94,6 +93,8 @@ class FabricController(Actor):
         self._asked = AskedCircuits()
         self._ledger = CircuitLedger(self.store, self._fence, lease_s=section.attempt_s)
         self._reconciler: Reconciler | None = None
+        self._at_switch = asyncio.Lock()
+        """Held by who talks to the switch."""
         self._stage: Stage = "idle"
         self._circuits: tuple[Cross, ...] = ()
         self._accounts = Accounts(self.metrics, section.reconfiguration_s)
@@ -102,6 +103,7 @@ class FabricController(Actor):
 
     async def on_start(self) -> None:
         await self._templates.load(self.store)
+        self._gone = {name for name in self._templates.book.endpoints if not self._racks.names and self.directory.find(name) is None}
         await self._ledger.load()
         if self._section.enabled:
             if self._ledger.entry.stage == "changing":
@@ -114,6 +116,7 @@ class FabricController(Actor):
         await self._disconnect()
 
     async def on_peers(self, joined: tuple[str, ...], left: tuple[str, ...]) -> None:
+        self._gone = self._gone.union(left).difference(joined)
         if any(name.rpartition("-")[0] == ASKER for name in left):
             self._take_back()
         if any(name.rpartition("-")[0] == "optical_switch" for name in (*joined, *left)):
@@ -128,15 +131,15 @@ class FabricController(Actor):
             return
         now = asyncio.get_running_loop().time()
         traffic = self._racks.traffic(message.phase, message.traffic)
+        self._gone.difference_update(name for source, target, _ in traffic for name in (source, target))
         if self._templates.learn(message.phase, traffic, whole=message.phase == "weight_sync"):
-            self._unsaved = True
-            self.log.info("phase_profiled", phase=message.phase, endpoints=len(self._templates.book.endpoints))
+            self._planned_anew(message.phase)
         if message.in_s > 0:
             self._aim_at_coming(message.phase, now + message.in_s, not_before=now)
         elif message.epoch > self._epochs.get(message.phase, -1):
             self._epochs[message.phase] = message.epoch
-            if self._rhythm.phase:
-                self.metrics.gauge(f"fabric/phase/{self._rhythm.phase}", 0)
+            if message.phase != self._rhythm.phase:  # its next round may as well be the same one, as told by another actor
+                self._is_over(self._rhythm.phase)
             self.metrics.gauge(f"fabric/phase/{message.phase}", 1)
             self._rhythm.began(message.phase, now)
             self._aims.coming = None
@@ -144,19 +147,24 @@ class FabricController(Actor):
 
     @handler(concurrency=16)
     async def ask_circuits(self, request: AskCircuits) -> CircuitsPromised | NoCircuits:
-        """Promised unless the electrical path carries everything, or a phase is expected before they could be lit."""
-        now, delay_s = asyncio.get_running_loop().time(), self._accounts.delay_s
+        """Promised unless the electrical path carries everything, or a phase is expected before they could be lit.
+
+        That they are lit already is said by the switch, not by what the controller remembers of it.
+        """
         links = self._templates.links_for(self._racks.traffic(RESHARD, request.traffic))
-        coming = self._aims.coming
+        now, delay_s = asyncio.get_running_loop().time(), self._accounts.delay_s
+        aim = Aim(RESHARD, now, now, restore=True, links=links, asked=request.epoch)
+        if self._seems_lit(aim) and (why_not := await self._looked()):
+            return NoCircuits(why_not)
+        now, coming = asyncio.get_running_loop().time(), self._aims.coming
         if request.epoch <= self._asked.epoch:
             return NoCircuits(f"epoch {request.epoch} comes after epoch {self._asked.epoch}")
         if not self._section.enabled or self._electrical:
             return NoCircuits("the electrical path carries everything")
         if links is None:
             return NoCircuits("no circuit would serve this traffic")
-        aim = Aim(RESHARD, now, now, restore=True, links=links, asked=request.epoch)
         planned = self._plan(aim, links, restore=True)
-        if not planned.reconfigure and self._stage == "idle" and self._aims.present is None:
+        if self._seems_lit(aim):
             self._asked.begin(request.epoch)
             self._asked.settle()
             return CircuitsPromised(request.epoch, 0.0, planned.verdict)
@@ -168,6 +176,22 @@ class FabricController(Actor):
         self._asked.begin(request.epoch)
         self._aims.now(aim)
         return CircuitsPromised(request.epoch, ready_in_s, planned.verdict)
+
+    def _seems_lit(self, aim: Aim) -> bool:
+        """As far as is known since the switch was last read, and nothing is about to change that."""
+        idle = self._section.enabled and not self._electrical and self._stage == "idle" and self._aims.present is None
+        return idle and aim.links is not None and not self._plan(aim, aim.links, restore=True).reconfigure
+
+    async def _looked(self) -> str:
+        """Read the switch, once no change is under way; why it can't be read, else empty."""
+        async with self._at_switch:
+            if self._switch() and not self.peers(self._switch()):
+                return NO_SWITCH
+            try:
+                await self._read()
+            except FabricError as error:
+                return str(error)
+        return ""
 
     @handler(concurrency=16)
     async def await_circuits(self, request: AwaitCircuits) -> CircuitsReady | NoCircuits:
@@ -191,6 +215,28 @@ class FabricController(Actor):
             exposed_s=totals.get("fabric/exposed_s", 0.0),
             circuits=tuple(Circuit(*cross) for cross in self._circuits),
         )
+
+    # -- what the job shows ----------------------------------------------------------------------------------------
+
+    def _is_over(self, phase: str) -> None:
+        """What left during it gives its ports back, and what was sent in it is counted."""
+        if phase:
+            self.metrics.gauge(f"fabric/phase/{phase}", 0)
+            if self._templates.leave(self._gone):
+                self.log.info("endpoints_left", names=sorted(self._gone))
+                self._planned_anew(phase)
+            self._gone.clear()
+        if phase != "weight_sync":  # of which the trainer tells: messages meanwhile are of the rollouts that begin
+            self.spawn(self._count(phase), name=f"{self.name}.count")
+
+    async def _count(self, phase: str) -> None:
+        counted = await self._meter.since()
+        if phase and counted is not None and self._templates.observe(phase, self._racks.between(counted)):
+            self._planned_anew(phase)
+
+    def _planned_anew(self, phase: str) -> None:
+        self._unsaved = True
+        self.log.info("phase_profiled", phase=phase, endpoints=sum(map(bool, self._templates.book.endpoints)))
 
     # -- what is wanted ---------------------------------------------------------------------------------------------
 
@@ -232,7 +278,8 @@ class FabricController(Actor):
             await self._save()
             try:
                 with self._asked.told(aim.asked) if aim.phase == RESHARD else nullcontext():
-                    await self._carry_out(aim)
+                    async with self._at_switch:
+                        await self._carry_out(aim)
             except PortsFailed as error:
                 self._leave_out(error)
             except (LedgerUnavailable, NotTheWriter) as error:
@@ -257,9 +304,7 @@ class FabricController(Actor):
             self._fall_back(NO_SWITCH)
             self._asked.settle(NO_SWITCH)
             return
-        reconciler = self._reconciler = self._reconciler or await self._connect()
-        state = await reconciler.driver.read()
-        self._circuits = state.lit
+        reconciler, state = await self._read()
         unfinished = self._ledger.entry.stage == "changing" or len(state.circuits) > len(state.lit)
         planned = self._plan(aim, links, restore=aim.restore or unfinished or scheduled or not state.lit)
         if planned.reconfigure or (planned.verdict is Verdict.FITS and unfinished):
@@ -314,6 +359,13 @@ class FabricController(Actor):
         driver = device(section) if section.switch_url else await emulated(section, self.ref("optical_switch"))
         times = {"drain_s": section.drain_s, "tune_timeout_s": section.tune_timeout_s}
         return Reconciler(driver, self._ledger, self.log, self._enter, **times)
+
+    async def _read(self) -> tuple[Reconciler, SwitchState]:
+        """What the switch holds now."""
+        reconciler = self._reconciler = self._reconciler or await self._connect()
+        state = await reconciler.driver.read()
+        self._circuits = state.lit
+        return reconciler, state
 
     async def _disconnect(self) -> None:
         reconciler, self._reconciler = self._reconciler, None
@@ -401,48 +453,3 @@ class AskedCircuits:
             return NoCircuits(f"epoch {epoch} is not the one that was asked for last, which is {self.epoch}")
         why_not = await asyncio.shield(self._answer)
         return NoCircuits(why_not) if why_not else CircuitsReady(epoch)
-
-
-class Racks:
-    """Without racks every actor is an endpoint of its own, and nothing is translated."""
-
-    def __init__(
-        self,
-        racks: Mapping[str, Collection[str]],
-        find: "Callable[[str], ActorRecord | None]",
-        peers: Callable[[str], tuple[str, ...]],
-        *,
-        by_rings: bool,
-    ) -> None:
-        self.names = tuple(racks)
-        self._rack_of = {bare(address): rack for rack, addresses in racks.items() for address in addresses}
-        self._find, self._peers = find, peers
-        self._by_rings = by_rings
-
-    def traffic(self, phase: str, actors: tuple[Demand, ...]) -> tuple[Demand, ...]:
-        """What each rack sends each other one. Weights reach each host once, from the host that it pulls from."""
-        if not self.names:
-            return tuple(each for each in actors if each[2] > 0)
-        found: dict[tuple[str, str], int] = {}
-        for source, target, size_bytes in self._pulled(actors) if phase == "weight_sync" else actors:
-            here, there = self._rack(source), self._rack(target)
-            if here and there and here != there and size_bytes > 0:
-                found[here, there] = found.get((here, there), 0) + size_bytes
-        return tuple((*pair, size_bytes) for pair, size_bytes in found.items())
-
-    def _pulled(self, actors: tuple[Demand, ...]) -> tuple[Demand, ...]:
-        """The hops between node agents by which the hosts of the engines come to what one trainer publishes."""
-        home = next((node for source, _, _ in actors if (node := self._node(source))), "")
-        hosts = {node for _, target, _ in actors if (node := self._node(target))} & set(self._peers("node"))
-        size_bytes = max((size for _, _, size in actors), default=0)
-        pods = {host: pod_of(record.provides) for host in hosts | {home} if (record := self._find(host)) is not None}
-        return demands(home, hosts, size_bytes, by_rings=self._by_rings, pods=pods) if home else ()
-
-    def _node(self, actor: str) -> str:
-        record = self._find(actor)
-        return record.node if record is not None else ""
-
-    def _rack(self, actor: str) -> str:
-        """Empty for an actor that is gone, or on a host that is in no rack."""
-        record = self._find(actor)
-        return self._rack_of.get(urlsplit(record.public).hostname or "", "") if record is not None else ""

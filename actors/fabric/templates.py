@@ -1,6 +1,6 @@
 """Owns the profile of each phase and the circuit template made from it, kept in the Store across restarts."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib.util import find_spec
 from itertools import chain, combinations
 
@@ -13,6 +13,7 @@ from rubato.planning.multihop import LinearProgram, bottleneck, multi_hop, one_h
 from rubato.planning.pods import plan_pods
 from rubato.planning.switching import PhaseCost, Schedule, schedule
 from rubato.planning.topology import Planner, direct, template
+from rubato.planning.volumes import CHANGED, SMALL, Volumes, Way, demands, followed, strayed, volumes
 from rubato.runtime.errors import ConfigError
 from rubato.runtime.importer import load_configured
 from rubato.runtime.store.store import Fence, Store
@@ -21,21 +22,32 @@ KEY = "fabric/templates"
 
 
 class Profile(msgspec.Struct, frozen=True):
-    """A phase as its first iteration showed it, and the links it gets."""
+    """A round of a phase, and the links it gets."""
 
-    traffic: tuple[Demand, ...]
+    told: tuple[Demand, ...]
+    """By the actors that cause it: weights, and what ranks exchange."""
+    counted: tuple[Demand, ...]
+    """All that travels as messages, as decayed means."""
     links: Links
+
+    @property
+    def traffic(self) -> tuple[Demand, ...]:
+        """All of it."""
+        return (*self.told, *self.counted)
+
+
+UNKNOWN = Profile((), (), ())
 
 
 class TemplateCache(msgspec.Struct, frozen=True):
-    """Everything that is kept. Endpoint i owns the switch's i-th block of ports."""
+    """Everything that is kept. Endpoint i owns the switch's i-th block of ports; one that left, and gave it back, is empty."""
 
     endpoints: tuple[str, ...] = ()
     phases: dict[str, Profile] = {}
 
 
 class Templates:
-    """One template per phase, over all endpoints seen so far; every one is renewed when an endpoint is new.
+    """One template per phase, over all endpoints that are there; every one is renewed when an endpoint comes or goes.
 
     With `endpoints` there are no others. `static`: all phases have the same one, by their traffic together. Where no endpoint forwards for
     others, the trickle is what two without a link have instead, as a share of one.
@@ -51,6 +63,10 @@ class Templates:
         self._max_endpoints = section.ports // section.ports_per_endpoint
         self.dead: frozenset[int] = frozenset()
         """Ports that failed, since the switch last came back."""
+        self._planned: dict[str, Volumes] = {}
+        """By phase, what its links were planned for."""
+        self._heard: dict[str, set[Way]] = {}
+        """By phase, the ways that were told of since it was last over."""
         self._bytes: dict[tuple[str, str], float] = {}
 
     async def load(self, store: Store) -> None:
@@ -61,7 +77,7 @@ class Templates:
         except msgspec.MsgspecError:
             return
         if len(book.endpoints) <= self._max_endpoints and self._fixed in ((), book.endpoints):
-            self._renew(book.endpoints, {phase: kept.traffic for phase, kept in book.phases.items()})
+            self._renew(book.endpoints, book.phases)
 
     async def save(self, store: Store, fence: Fence) -> None:
         """Raises Fenced when a newer incarnation has taken over."""
@@ -78,38 +94,90 @@ class Templates:
         """For traffic that is no phase's; None where none of it is between endpoints of the fabric."""
         if self._static or not flows(traffic, self.book.endpoints):
             return None
-        return template(traffic, self.book.endpoints, self._ports_per_endpoint, self.dead, self._planner)
+        return self._template(traffic, self.book.endpoints)
 
     def even(self) -> Links:
         """For what nothing is known of: the ports divided evenly among all pairs of endpoints."""
-        pairs = tuple((a, b, 1) for a, b in combinations(self.book.endpoints, 2))
-        return template(pairs, self.book.endpoints, self._ports_per_endpoint, self.dead, self._planner)
+        pairs = tuple((a, b, 1) for a, b in combinations(filter(None, self.book.endpoints), 2))
+        return self._template(pairs, self.book.endpoints)
+
+    # -- what a job shows -------------------------------------------------------------------------------------------
 
     def learn(self, phase: str, traffic: tuple[Demand, ...], *, whole: bool = False) -> bool:
-        """Profile a phase from the first traffic it shows, or that a new endpoint shows; True when the book changed.
+        """Note what an actor tells of a phase, which takes the place of what was told; True when its template, or any, was made anew.
 
-        Who sends what in a phase is told by several: pairs that are new to it are added. Traffic that is the `whole` of a phase takes the
-        place of what was known, where its pairs are others.
+        Several may tell, so ways that are not told of stay as they are. Traffic that is the `whole` of a phase leaves no other.
         """
-        endpoints = list(self.book.endpoints)
-        for name in (name for source, target, _ in traffic for name in (source, target)):
-            if name not in endpoints and len(endpoints) < self._max_endpoints and not self._fixed:
-                endpoints.append(name)
-        grown = len(endpoints) > len(self.book.endpoints)
-        known = self.book.phases[phase].traffic if phase in self.book.phases and not grown else ()
-        pairs = {each[:2] for each in known}
-        new = tuple(each for each in traffic if each[:2] not in pairs)
-        if not traffic or (not new and not (whole and len(traffic) < len(known))):
+        now = volumes(traffic)
+        if not now:
             return False
-        seen = {p: f.traffic for p, f in self.book.phases.items()} | {phase: traffic if whole else known + new}
-        self._renew(tuple(endpoints), seen)
+        profile = self.book.phases.get(phase, UNKNOWN)
+        self._heard.setdefault(phase, set()).update(now)
+        return self._note(phase, now if whole else volumes(profile.told) | now, volumes(profile.counted))
+
+    def observe(self, phase: str, traffic: tuple[Demand, ...]) -> bool:
+        """Note all messages of a phase that is over, for their means; True when its template, or any, was made anew.
+
+        What was not told of this time fades too.
+        """
+        profile, now = self.book.phases.get(phase, UNKNOWN), volumes(traffic)
+        least = SMALL * max((size for _, _, size in (*self._all(self.book.phases), *traffic)), default=0)
+        counted = followed(volumes(profile.counted), {way: size for way, size in now.items() if size > least}, least)
+        told, heard = volumes(profile.told), self._heard.pop(phase, set())
+        quiet = {way: mean for way, mean in told.items() if way not in heard}
+        return self._note(phase, {way: told[way] for way in told if way in heard} | followed(quiet, {}, least), counted)
+
+    def leave(self, gone: Collection[str]) -> bool:
+        """These endpoints give their ports back, to those that had none; True when there were any. Racks stay."""
+        if self._fixed or not (left := set(gone).intersection(self.book.endpoints)):
+            return False
+        endpoints = ["" if name in left else name for name in self.book.endpoints]
+        while endpoints and not endpoints[-1]:
+            endpoints.pop()
+        phases: dict[str, Profile] = {}
+        for phase, profile in self.book.phases.items():
+            told, counted = (tuple(d for d in way if not left & set(d[:2])) for way in (profile.told, profile.counted))
+            if told or counted:
+                phases[phase] = Profile(told, counted, ())
+        self._renew(self._with_ports(endpoints, self._all(phases)), phases)
         return True
+
+    def _note(self, phase: str, told: Volumes, counted: Volumes) -> bool:
+        """Links are planned anew for a new endpoint, for all phases; for a new way; and where more than CHANGED of the bytes go another way."""
+        others = {name: profile for name, profile in self.book.phases.items() if name != phase}
+        profile = Profile(demands(told), demands(counted), self.book.phases.get(phase, UNKNOWN).links)
+        if not profile.traffic:
+            self._renew(self.book.endpoints, others, ())
+            return False
+        endpoints, now, planned = self._with_ports(self.book.endpoints, profile.traffic), volumes(profile.traffic), self._planned.get(phase)
+        same = endpoints == self.book.endpoints
+        fits = same and planned is not None and planned.keys() >= now.keys() and strayed(planned, now) <= CHANGED
+        changed = () if fits else (phase,) if same and not self._static else None
+        self._renew(endpoints, others | {phase: profile}, changed)
+        return not fits
+
+    @staticmethod
+    def _all(phases: Mapping[str, Profile]) -> tuple[Demand, ...]:
+        return tuple(chain.from_iterable(profile.traffic for profile in phases.values()))
+
+    def _with_ports(self, endpoints: Sequence[str], traffic: Sequence[Demand]) -> tuple[str, ...]:
+        """These endpoints and those that are new, on the ports that are free, those with most bytes first."""
+        found = list(endpoints)
+        for source, target, _ in sorted(traffic, key=lambda each: -each[2]):
+            for name in (source, target):
+                if self._fixed or name in found:
+                    continue
+                if "" in found:
+                    found[found.index("")] = name
+                elif len(found) < self._max_endpoints:
+                    found.append(name)
+        return tuple(found)
 
     def without(self, dead: frozenset[int]) -> None:
         """Leave out these ports of the switch, and no others. Raises ValueError where the rest can't connect the endpoints; nothing changes then."""
         before, self.dead = self.dead, dead
         try:
-            self._renew(self.book.endpoints, {phase: kept.traffic for phase, kept in self.book.phases.items()})
+            self._renew(self.book.endpoints, self.book.phases)
         except ValueError:
             self.dead = before
             raise
@@ -129,15 +197,26 @@ class Templates:
                 self._bytes[key] = one_hop(directed, links, self._trickle)
         return self._bytes[key]
 
-    def _renew(self, endpoints: tuple[str, ...], traffic: dict[str, tuple[Demand, ...]]) -> None:
-        ports = self._ports_per_endpoint
-        together = tuple(chain.from_iterable(traffic.values()))
-        phases = {
-            phase: Profile(t, template(together if self._static else t, endpoints, ports, self.dead, self._planner))
-            for phase, t in traffic.items()
-        }
-        self.book = TemplateCache(endpoints, phases)
+    def _renew(self, endpoints: tuple[str, ...], phases: Mapping[str, Profile], changed: Collection[str] | None = None) -> None:
+        """Plan the links of the phases that `changed`, or of all."""
+        together = self._all(phases)
+        renewed = dict(phases)
+        planned = {} if changed is None else {phase: self._planned[phase] for phase in phases if phase in self._planned}
+        for phase in phases if changed is None else changed:
+            traffic = together if self._static else phases[phase].traffic
+            renewed[phase] = msgspec.structs.replace(phases[phase], links=self._template(traffic, endpoints))
+            planned[phase] = volumes(phases[phase].traffic)
+        self.book, self._planned = TemplateCache(endpoints, renewed), planned
         self._bytes.clear()
+
+    def _template(self, traffic: Sequence[Demand], endpoints: Sequence[str]) -> Links:
+        """Over the endpoints that are there: ports that were given back have no links."""
+        size, there = self._ports_per_endpoint, [at for at, name in enumerate(endpoints) if name]
+        if len(there) < 2:
+            return ()
+        dead = [k * size + port % size for k, at in enumerate(there) for port in self.dead if port // size == at]
+        links = template(traffic, [endpoints[at] for at in there], size, dead, self._planner)
+        return tuple(sorted((there[a], there[b]) for a, b in links))
 
 
 def _planner(section: FabricSection) -> Planner:

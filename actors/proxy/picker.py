@@ -165,12 +165,6 @@ class ProxyHook(Handles):
     def came_or_went(self) -> None:
         """After a request came, or was answered."""
 
-    def asked(self, engine: "EngineSeat", request: Generate) -> None:
-        """Before an engine is asked."""
-
-    def answered(self, engine: "EngineSeat", reply: GenerateReply) -> None:
-        """After an engine answered."""
-
     def ended(self, request: "ProxyRequest", outcome: Completion | Aborted | Exception) -> None:
         """After a request has its answer."""
 

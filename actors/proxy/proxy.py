@@ -195,8 +195,6 @@ class LLMProxy(plugins.Hooked[ProxyHook], Actor):
         """Ask the engine whose seat the request has, by the picker's route or by another."""
         request = shared.to_send(self.placement.picker.route(shared, seat) if route is None else route)
         limit_s = self._section.request_timeout_s
-        for hook in self.hooks:
-            hook.asked(seat, request)
         wait = self._waiting(shared, "decode", seat.name)
         asking: asyncio.Future[Any] | None = seat.ref.begin(request, timeout=limit_s, trace=shared.trace)
         if asking is None:
@@ -281,8 +279,6 @@ class LLMProxy(plugins.Hooked[ProxyHook], Actor):
         """The outcome; None where another engine is to go on with the request."""
         if isinstance(reply, Exception):
             return reply
-        for hook in self.hooks:
-            hook.answered(seat, reply)
         if reply.tokens.spans:
             self._sampled_under(seat, WeightsId(reply.tokens.spans[-1].version, shared.request.weights.adapter))
         match reply:

@@ -80,7 +80,7 @@ class RankedEngine:
         """Those on other hosts than the trainer's."""
         self._step = 0
         self._image_bytes = 0
-        self._shares: list[HostShare] = []
+        self.shares: list[HostShare] = []
         """Of the hosts whose ranks write rows of a version."""
 
     def load(self, model_dir: Path, checkpoint: Path | None) -> tuple[int, int]:
@@ -95,7 +95,7 @@ class RankedEngine:
         told = self._all(request)
         loaded = told[0]
         self._step, self._image_bytes = loaded.step, loaded.image_bytes
-        self._shares = shares_of(
+        self.shares = shares_of(
             self._members, {name: (reply.num_bytes, reply.section_bytes) for name, reply in zip(self._members, told, strict=True)}
         )
         return loaded.step, loaded.epoch
@@ -136,22 +136,22 @@ class RankedEngine:
             sizes, put = {share.first: share.num_bytes}, far.put_into(draft.memory)
             await far.read_rows(self._one, self._actor.offload, self._term, part_name(name, share.number), sizes, put)
 
-        await self._watched(_together(read(share) for share in self._shares))
+        await self._watched(_together(read(share) for share in self.shares))
         return draft
 
     @property
     def is_apart(self) -> bool:
         """Whether some rows of a version are written on another host than this one: then it is in parts."""
-        return any(share.node != self._actor.node for share in self._shares)
+        return any(share.node != self._actor.node for share in self.shares)
 
     async def write_into(self, draft: Draft) -> None:
         """Have each rank write its rows, all of which are on this host; `train` may follow."""
-        writing = [name for share in self._shares for name in share.begins]
+        writing = [name for share in self.shares for name in share.begins]
         await self._ask(lambda name: WriteWeights(self._term, draft.segment, len(draft.memory)), writing)
 
     async def write_parts(self, name: str, version: int, epoch: int) -> None:
         """Have each rank write its rows into a part that is drafted on its host; `train` may follow."""
-        shares = self._shares
+        shares = self.shares
         drafted = await self._of_shares(lambda of: DraftPart(self._term, part_name(name, of.number), version, epoch, of.size_bytes))
         requests = {
             rank: WriteSection(self._term, reply.segment, share.size_bytes, begin)
@@ -170,11 +170,11 @@ class RankedEngine:
     async def show_parts(self, name: str, leave: Callable[[str], bool]) -> Index:
         """Let engines have the parts that were written last. `leave`: of a host, whether its part is read on others."""
         told = await self._of_shares(lambda of: ShowPart(self._term, part_name(name, of.number), leave(of.node)))
-        return Index(self._image_bytes, tuple(share.part(name, reply) for share, reply in zip(self._shares, told, strict=True)))
+        return Index(self._image_bytes, tuple(share.part(name, reply) for share, reply in zip(self.shares, told, strict=True)))
 
     async def _of_shares(self, request_of: Callable[[HostShare], Request[Any]]) -> list[Any]:
         """The reply of each host's first rank."""
-        requests = {share.first: request_of(share) for share in self._shares}
+        requests = {share.first: request_of(share) for share in self.shares}
         return await self._ask(requests.__getitem__, [*requests])
 
     def snapshot(self, *, epoch: int, receipts: Sequence[bytes] = ()) -> Callable[[Path], None]:

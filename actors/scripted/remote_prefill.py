@@ -1,7 +1,7 @@
 """An engine worker whose prompts are prefilled on another host, as far as the network sees it: for test-beds with engines that have no model.
 
 The cache is zeros, the way that it takes is real: before a request decodes here, as many bytes as its prompt's KV cache would have come
-over the bus from the engine of another host. The fabric is told how many they were, so that rollouts get circuits for it.
+over the bus from the engine of another host.
 """
 
 from contextlib import suppress
@@ -10,7 +10,6 @@ from typing import ClassVar
 from pydantic import Field
 
 from rubato.actors.engines.worker import EngineRequest, EngineWorker
-from rubato.actors.messages.fabric import PhaseIntent
 from rubato.actors.messages.generation import GENERATION, GenerateReply
 from rubato.actors.messages.weights import WeightsPublished
 from rubato.bus.errors import AskFailed
@@ -82,15 +81,8 @@ class RemotePrefillWorker(EngineWorker):
         return next((name for name in others if name > self.name), others[0])
 
     def _swapped(self, info: WeightsPublished) -> None:
-        """What was fetched under one version is what a rollout sends: told once it is over."""
+        """What was fetched under one version is what a rollout sends."""
         super()._swapped(info)
         size_bytes, self._fetched_bytes = self._fetched_bytes, 0
         if size_bytes and (source := self._source()):
             self.log.info("kv_fetched", source=source, size_bytes=size_bytes, version=info.version - 1)
-            traffic = ((source, self.name, size_bytes),)
-            self.spawn(self._tell_traffic(PhaseIntent("rollout", -1, 0.0, traffic)), name=f"{self.name}.traffic")
-
-    async def _tell_traffic(self, message: PhaseIntent) -> None:
-        for controller in self.peers("fabric_controller"):
-            with suppress(AskFailed):
-                await self.ref(controller).tell(message)

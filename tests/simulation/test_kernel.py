@@ -16,7 +16,7 @@ from rubato.runtime.actor import Actor, Handles, RunInfo, handler
 from rubato.runtime.config import ActorConfig
 from rubato.runtime.kernel import Kernel
 from rubato.runtime.memory import MemoryBlobStore, MemoryStore
-from rubato.runtime.messages import Drain, RoomWanted
+from rubato.runtime.messages import CountBytes, Drain, RoomWanted
 from rubato.runtime.monitor.snapshot import snapshot
 from rubato.runtime.monitor.text import blocked_line
 from rubato.runtime.observe.log import logger
@@ -430,3 +430,21 @@ async def test_what_a_disk_refuses_for_another_reason_is_raised_at_once(tmp_path
 
         with pytest.raises(OSError, match="Input/output"):
             await server.on_disk(tmp_path, refuse)
+
+
+async def test_a_kernel_counts_what_it_was_told_and_answered_once_and_in_the_direction_in_which_it_went(tmp_path):
+    async with cluster(tmp_path) as made:
+        _, server = await made.start(Server, "server-1")
+        _, client = await made.start(Client, "client-1")
+        _, other = await made.start(Client, "client-2")
+        await client.ref("server-1").ask(Echo("a" * 1000), timeout=5)
+        await client.ref("server").begin(Echo("a" * 500), timeout=5, trace=b"")
+        await client.ref("server-1").tell(Note(1))
+
+        of_client = await other.ref("client-1").ask(CountBytes(), timeout=5)
+        of_server = await other.ref("server-1").ask(CountBytes(), timeout=5)
+
+        assert 1500 < of_client.sent["server-1"] < 1530
+        assert 1500 < of_client.came["server-1"] < 1520
+        assert not of_server.sent.keys() | of_server.came.keys() & {"client-1"}
+        assert of_server.incarnation == server.incarnation

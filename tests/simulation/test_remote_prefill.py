@@ -1,4 +1,4 @@
-"""Engines whose prompts are prefilled on another host: the cache's bytes come from there first, and the fabric hears how many they were."""
+"""Engines whose prompts are prefilled on another host: the cache's bytes come from there first, and count as all messages do."""
 
 import asyncio
 
@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from rubato.actors.engines.section import EngineSection, ScriptedSection
-from rubato.actors.messages.fabric import PhaseIntent
 from rubato.actors.messages.generation import Completion, Generate, Sampling
 from rubato.actors.messages.weights import WeightsPublished
 from rubato.actors.scripted.remote_prefill import PrefillSection, RemotePrefillWorker
@@ -17,7 +16,7 @@ from rubato.runtime.actor import Actor, RunInfo, handler
 from rubato.runtime.config import ActorConfig
 from rubato.runtime.kernel import NODE, Kernel
 from rubato.runtime.memory import MemoryBlobStore, MemoryStore
-from rubato.runtime.messages import NotPulled, PullBlob, Pulled
+from rubato.runtime.messages import CountBytes, NotPulled, PullBlob, Pulled
 from rubato.runtime.observe.log import logger
 from tests.virtual import virtual
 
@@ -34,18 +33,6 @@ class Agent(Actor):
     @handler
     async def pull_blob(self, request: PullBlob) -> Pulled | NotPulled:
         return Pulled(())
-
-
-class Fabric(Actor):
-    role = "fabric_controller"
-
-    def __init__(self, config, kernel):
-        super().__init__(config, kernel)
-        self.told: list[PhaseIntent] = []
-
-    @handler
-    async def phase_intent(self, message: PhaseIntent) -> None:
-        self.told.append(message)
 
 
 class Client(Actor):
@@ -93,7 +80,6 @@ def scene(tmp_path):
         async def main():
             async with asyncio.TaskGroup() as tasks:
                 made = Scene(tasks, tmp_path)
-                await made.start(Fabric, ActorConfig(), "fabric_controller-1")
                 await made.start(Client, ActorConfig(), "client-1")
                 scripted = EngineSection(kind="scripted", scripted=ScriptedSection(token_s=0.01))
                 config = RemotePrefillWorker.Config(engine=scripted, prefill=PrefillSection(kv_bytes_per_token=100))
@@ -111,16 +97,15 @@ def scene(tmp_path):
     return run
 
 
-def test_a_rollouts_caches_come_from_the_other_host_and_are_told_with_the_next_version(scene):
+def test_a_rollouts_caches_come_from_the_other_host_and_count_as_its_bytes(scene):
     async def play(made):
         for number in range(3):
             assert isinstance(await made.generate("engine-2", f"r{number}"), Completion)
-        assert not made.actors["fabric_controller-1"].told
 
-        await made.publish(1)
+        counted = await made.actors["client-1"].ref("engine-2").ask(CountBytes(), timeout=5)
 
-        traffic = (("engine-3", "engine-2", 3 * 10 * 100),)
-        assert made.actors["fabric_controller-1"].told == [PhaseIntent("rollout", -1, 0.0, traffic)]
+        assert 3 * 10 * 100 <= counted.came["engine-3"] < 3 * 10 * 100 + 100
+        assert 0 < counted.sent["engine-3"] < 100
 
     scene(play)
 
@@ -128,8 +113,10 @@ def test_a_rollouts_caches_come_from_the_other_host_and_are_told_with_the_next_v
 def test_the_launchers_host_prefills_for_itself(scene):
     async def play(made):
         assert isinstance(await made.generate("engine-1", "r"), Completion)
-        await made.publish(1)
-        assert not made.actors["fabric_controller-1"].told
+
+        counted = await made.actors["client-1"].ref("engine-1").ask(CountBytes(), timeout=5)
+
+        assert not counted.came.keys() & {"engine-2", "engine-3"}
 
     scene(play)
 

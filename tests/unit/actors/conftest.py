@@ -101,6 +101,9 @@ class FakeKernel:
     def find(self, name):
         return self.records.get(name)
 
+    def names(self):
+        return dict.fromkeys(self.actors, 1)
+
     def notice(self, text, *, good=False):
         self.notices.append(text)
 

@@ -251,3 +251,32 @@ def test_a_controller_that_died_while_it_lit_them_leaves_a_successor_that_lights
 
     scene(dies, store)
     scene(follows, store, incarnation=2)
+
+
+def test_circuits_that_went_dark_behind_the_controllers_back_are_not_promised_as_lit(scene):
+    async def play(stage):
+        await stage.iteration()
+        await ask(stage)
+        await outcome(stage)
+        stage.switch.device.update(stage.switch.device.status(), ())
+
+        promised = await ask(stage, epoch=2)
+
+        assert isinstance(promised, CircuitsPromised)
+        assert promised.ready_in_s > 0, "the switch was read"
+        assert await outcome(stage, 2) == CircuitsReady(2)
+        assert joined(stage, "engine-2", "engine-1") > 0
+
+    scene(play)
+
+
+def test_a_switch_that_can_not_be_read_is_promised_nothing_of(scene):
+    async def play(stage):
+        await stage.iteration()
+        await ask(stage)
+        await outcome(stage)
+        del stage.context.actors["optical_switch"]
+
+        assert isinstance(await ask(stage, epoch=2), NoCircuits)
+
+    scene(play)

@@ -11,6 +11,7 @@ from rubato.actors.fabric.templates import KEY
 from rubato.actors.messages.fabric import Circuit
 from rubato.bus.errors import Unknown
 from rubato.runtime.memory import MemoryStore
+from rubato.runtime.messages import BytesCounted, CountBytes
 from rubato.runtime.store.store import Fence, Fenced, StoreUnavailable
 from tests.unit.actors.fabric.conftest import ROLLOUT, SYNC
 
@@ -108,6 +109,156 @@ def test_a_new_endpoint_joins_the_templates_of_every_phase(scene):
         book = stage.controller._templates.book
         assert "engine-3" in book.endpoints
         assert all(len({n for link in p.links for n in link}) == 5 for p in book.phases.values())
+
+    scene(play)
+
+
+def named(stage):
+    """Circuits by the endpoints that they join, and the endpoints that are there."""
+    names = stage.controller._templates.book.endpoints
+    joined = [frozenset((names[c.ingress // 4], names[c.egress // 4])) for c in stage.circuits() if c.ingress < c.egress]
+    return Counter(joined), set(names) - {""}
+
+
+def test_an_engine_that_left_has_no_circuits_from_the_next_phase_on_and_a_new_one_gets_its_ports(scene):
+    async def play(stage):
+        await stage.iteration()
+        assert named(stage)[1] == {"llm_proxy-1", "engine-1", "engine-2", "trainer-1"}
+
+        await stage.controller.on_peers((), ("engine-2",))
+        for engine in ("engine-2", "engine-3", "engine-3"):
+            stage.epoch += 1
+            told = engine if engine != "engine-2" else "engine-1"
+            await stage.begins("rollout", (("llm_proxy-1", "engine-1", 1000), ("llm_proxy-1", told, 900)))
+            await asyncio.sleep(1)
+            await stage.begins("weight_sync", (("trainer-1", "engine-1", 5000), ("trainer-1", told, 5000)))
+            await asyncio.sleep(0.1)
+            circuits, endpoints = named(stage)
+            await asyncio.sleep(0.2)
+
+        assert endpoints == {"llm_proxy-1", "engine-1", "engine-3", "trainer-1"}, "all four places of a switch of 16 ports"
+        assert circuits[frozenset(("trainer-1", "engine-3"))]
+
+    scene(play, ports=16)
+
+
+def test_an_engine_that_is_started_again_within_the_phase_keeps_its_ports(scene):
+    async def play(stage):
+        await stage.iteration()
+        before = stage.controller._templates.book
+
+        await stage.controller.on_peers((), ("engine-2",))
+        await stage.controller.on_peers(("engine-2",), ())
+        stage.epoch += 1
+        await stage.begins("rollout")
+        await asyncio.sleep(1)
+
+        assert stage.controller._templates.book == before
+
+    scene(play)
+
+
+def test_what_left_while_there_was_no_controller_gives_its_ports_back(scene):
+    store = MemoryStore()
+
+    async def second(stage):
+        await stage.begins("rollout", ROLLOUT[:1])
+        await asyncio.sleep(1)
+        await stage.begins("weight_sync", SYNC[:1])
+
+        assert named(stage)[1] == {"llm_proxy-1", "engine-1", "trainer-1"}
+
+    scene(lambda stage: stage.iteration(), store)
+    scene(second, store)
+
+
+def counts(stage, sent):
+    """Actors that answer how many bytes they have sent each other so far, as `sent` says: by sender, receiver and kind."""
+
+    def actor(name):
+        async def answer(request):
+            assert isinstance(request, CountBytes)
+            return BytesCounted(1, {other: size for (who, other), size in sent.items() if who == name}, {})
+
+        return answer
+
+    for name in {name for way in sent for name in way}:
+        stage.context.actors[name] = actor(name)
+        stage.context.records[name] = SimpleNamespace(public="", node="node-1", provides=frozenset())
+
+
+def test_a_phase_is_profiled_by_all_that_was_sent_in_it_and_not_by_what_was_sent_before_its_first_token(scene):
+    async def play(stage):
+        prompt, reply, put = ("llm_proxy-1", "engine-1"), ("engine-1", "llm_proxy-1"), ("env_manager-1", "sample_buffer-1")
+        sent = Counter({prompt: 500, reply: 10, put: 10})
+        counts(stage, sent)
+        for _ in range(3):
+            stage.epoch += 1
+            await stage.begins("rollout")
+            await asyncio.sleep(1)
+            sent.update({prompt: 40_000, reply: 9_000, put: 70_000})
+            await stage.begins("train_step")
+            await asyncio.sleep(0.5)
+            sent.update({put: 100})
+
+        phases = stage.controller._templates.book.phases
+        assert {(a, b): size for a, b, size in phases["rollout"].traffic} == {prompt: 40_000, reply: 9_000, put: 70_000}
+        assert "train_step" not in phases, "control alone is worth no circuits"
+
+    scene(play)
+
+
+def test_messages_while_weights_travel_are_of_the_rollouts_that_begin(scene):
+    async def play(stage):
+        cache = ("engine-2", "engine-1")
+        sent = Counter({cache: 1})
+        counts(stage, sent)
+        await stage.begins("train_step")
+        await asyncio.sleep(1)
+        stage.epoch = 1
+        await stage.begins("weight_sync", SYNC)
+        await asyncio.sleep(1)
+        sent.update({cache: 3000})
+        await stage.begins("rollout")
+        await asyncio.sleep(1)
+        sent.update({cache: 4000})
+        await stage.begins("train_step")
+        await asyncio.sleep(1)
+
+        assert {p: f.traffic for p, f in stage.controller._templates.book.phases.items()} == {
+            "weight_sync": SYNC, "rollout": ((*cache, 7000),),
+        }  # fmt: skip
+
+    scene(play)
+
+
+def test_a_count_that_a_phase_ended_in_the_middle_of_says_nothing_of_either(scene):
+    async def play(stage):
+        way = ("llm_proxy-1", "engine-1")
+        sent = Counter({way: 500})
+        counts(stage, sent)
+        await stage.begins("rollout")
+        await asyncio.sleep(1)
+        answer, held = stage.context.actors["engine-1"], asyncio.Event()
+
+        async def slow(request):
+            await held.wait()
+            return await answer(request)
+
+        stage.context.actors["engine-1"] = slow
+        sent[way] += 1000
+        stage.epoch = 1
+        await stage.begins("train_step")
+        await asyncio.sleep(0.1)
+        await stage.begins("rollout")
+        held.set()
+        await asyncio.sleep(0.1)
+        sent[way] += 7
+        stage.epoch = 2
+        await stage.begins("train_step")
+        await asyncio.sleep(0.1)
+
+        assert {p: f.traffic for p, f in stage.controller._templates.book.phases.items()} == {"rollout": ((*way, 1000),)}
 
     scene(play)
 

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from rubato.actors.fabric.controller import Racks
 from rubato.actors.fabric.links import batches, links, rates_mbps
+from rubato.actors.fabric.racks import Racks
 from rubato.actors.fabric.section import FabricSection
 from rubato.planning.circuits import Cross
 
@@ -33,6 +33,16 @@ def test_weights_reach_each_host_once_by_the_tree_or_the_ring_that_it_pulls_alon
     assert set(racks(by_rings=True).traffic("weight_sync", WEIGHTS)) == {
         ("a", "b", 50), ("b", "c", 50), ("a", "c", 50), ("c", "b", 50),
     }  # fmt: skip
+
+
+def test_what_engines_of_the_trainers_own_host_map_does_not_count_for_the_others():
+    told = (("trainer-1", "engine-1", 50_000), *[("trainer-1", f"engine-{n}", 60) for n in (2, 3, 4)])
+    assert racks().traffic("weight_sync", told) == (("a", "b", 60), ("a", "c", 60))
+
+
+def test_weights_in_parts_go_along_a_tree_from_each_host_that_has_one():
+    told = [(source, f"engine-{n}", size) for source, size in (("engine-1", 30), ("engine-2", 10)) for n in (1, 2, 4)]
+    assert set(racks().traffic("weight_sync", tuple(told))) == {("a", "b", 30), ("a", "c", 30), ("b", "a", 10), ("b", "c", 10)}
 
 
 def test_weights_enter_a_pod_of_several_racks_once():

@@ -6,6 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from rubato.actors.messages.fabric import PhaseIntent
+from rubato.actors.messages.weights import WeightsPublished
+from rubato.actors.ranks.parts import HostShare
 from rubato.actors.training.engine import TrainError
 from rubato.actors.training.hooks import Hooks, StepHook, TrainedStep, check_hooks
 from rubato.actors.training.intents import FabricIntents
@@ -131,9 +133,10 @@ def test_a_hook_that_is_nowhere_is_found_before_anything_is_started(tmp_path):
 
 @pytest.fixture
 def intents(on_stage):
-    """`intents(play, size)`: `await play(hook, told)` with two engines and weights of `size` bytes; `told` is what the fabric heard."""
+    """`intents(play, size)`: `await play(hook, told)` with two engines, one of them on another host, and weights of `size` bytes, which are
+    version 0; `told` is what the fabric heard. `shares`: of the ranks' hosts, where there are ranks."""
 
-    def run(play, size=500):
+    def run(play, size=500, shares=()):
         async def main(context):
             told = []
 
@@ -141,7 +144,12 @@ def intents(on_stage):
                 told.append(message)
 
             context.actors |= {"engine-1": None, "engine-2": None, "fabric_controller": hear}
-            trainer = SimpleNamespace(name="trainer-1", peers=context.ready, ref=context.ref, out=SimpleNamespace(size_bytes=size))
+            context.actors |= {share.first: None for share in shares}
+            context.records |= {f"engine-{n}": SimpleNamespace(node=f"node-{n}") for n in (1, 2)}
+            trainer = SimpleNamespace(
+                name="trainer-1", node="node-1", peers=context.ready, ref=context.ref, directory=context,
+                out=SimpleNamespace(published=WeightsPublished(0, 1, "", size) if size else None), engine=SimpleNamespace(shares=shares),
+            )  # fmt: skip
             await play(FabricIntents(trainer), told)
 
         on_stage(main, name="trainer-1")
@@ -173,6 +181,51 @@ def test_before_anything_was_published_no_bytes_are_promised(intents):
         assert told == [PhaseIntent("weight_sync", 0, 0.0, ())]
 
     intents(play, size=0)
+
+
+def test_what_changed_is_told_for_other_hosts_from_the_first_version_on_that_travels_so_and_all_of_it_every_sixteenth(intents):
+    async def play(hook, told):
+        out = hook.trainer.out
+        for version in (1, 2, 16, 17, 18):
+            await hook.before_publish(version)
+            delta = 0 if version % 16 == 0 else 40 + version
+            out.published = WeightsPublished(version, 1, "", 50_000, delta_bytes=delta)
+
+        assert [[size for *_, size in each.traffic] for each in told] == [
+            [50_000, 50_000], [50_000, 41], [50_000, 50_000], [50_000, 42], [50_000, 57],
+        ]  # fmt: skip
+
+    intents(play, size=50_000)
+
+
+def test_a_version_of_which_much_changed_is_told_whole_again(intents):
+    async def play(hook, told):
+        out = hook.trainer.out
+        for version, delta in ((1, 900), (2, 0)):
+            out.published = WeightsPublished(version, 1, "", 1000, delta_bytes=delta)
+            await hook.before_publish(version + 1)
+
+        assert [each.traffic[1] for each in told] == [("trainer-1", "engine-2", 900), ("trainer-1", "engine-2", 1000)]
+
+    intents(play)
+
+
+def test_weights_that_ranks_of_several_hosts_have_written_come_from_the_first_of_each(intents):
+    shares = [
+        HostShare(node, n, {f"trainer_rank-{n}": 0}, 0, num_bytes) for n, (node, num_bytes) in enumerate((("node-1", 3), ("node-2", 1)), 1)
+    ]
+
+    async def play(hook, told):
+        await hook.before_publish(1)
+        hook.trainer.out.published = WeightsPublished(1, 1, "", 400, delta_bytes=40)
+        await hook.before_publish(2)
+
+        assert told[1].traffic == (
+            ("trainer_rank-1", "engine-1", 300), ("trainer_rank-1", "engine-2", 30),
+            ("trainer_rank-2", "engine-1", 10), ("trainer_rank-2", "engine-2", 100),
+        )  # fmt: skip
+
+    intents(play, size=400, shares=shares)
 
 
 def test_the_network_is_the_next_rollouts_once_all_have_the_weights_unless_a_step_has_begun(intents):
