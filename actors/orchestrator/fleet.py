@@ -13,6 +13,7 @@ from rubato.planning.demand import Demand
 from rubato.planning.engine_info import EngineInfo, EngineProfile
 from rubato.planning.language_model import ModelSpec
 from rubato.planning.makespan import Instance, Load
+from rubato.planning.rebalance import moved
 from rubato.planning.roofline import Deployment, Roofline
 
 PREFILL = "prefill"
@@ -149,6 +150,18 @@ def asleep_with(servers: Iterable[GpuGroup], requests: Iterable[RequestSeen]) ->
         heirs = [each.name for each in server.engines if each.takes and not each.asleep]
         here = [each.request_id for each in waiting if each.engine in asleep]
         found |= dict(zip(here, cycle(heirs), strict=False))
+    return found
+
+
+def carried(
+    requests: Iterable[RequestSeen], to: Mapping[str, str], degrees: Mapping[str, int], speeds: Mapping[int, Roofline]
+) -> dict[str, str]:
+    """Those of `to` (request → engine) whose cache goes along, by what their source, of one of `degrees`, is expected to decide."""
+    found: dict[str, str] = {}
+    for each in requests:
+        target, speed = to.get(each.request_id, each.engine), speeds.get(degrees.get(each.engine, 0))
+        if speed is not None and target != each.engine and moved(load(each, 0.0), speed, speed)[1].with_cache:
+            found[each.request_id] = target
     return found
 
 

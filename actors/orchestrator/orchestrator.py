@@ -14,7 +14,7 @@ from rubato.actors.catalog import shape_of
 from rubato.actors.config import ModelSection
 from rubato.actors.messages.orchestration import RequestSeen, Surveyed
 from rubato.actors.orchestrator.circuits import SwitchCircuits
-from rubato.actors.orchestrator.fleet import GpuGroup, Speeds, asleep_with, cache_traffic, expected, instances, load, servers
+from rubato.actors.orchestrator.fleet import GpuGroup, Speeds, asleep_with, cache_traffic, carried, expected, instances, load, servers
 from rubato.actors.orchestrator.lengths import Lengths, Underway, underway
 from rubato.actors.orchestrator.section import REBALANCE, SWITCH, OrchestratorSection, check_orchestrator
 from rubato.actors.orchestrator.switches import (
@@ -258,14 +258,16 @@ class Orchestrator(Actor):
         """All at once, under circuits for all of their caches. Returns whether there are any; what fails is told by the change."""
         if not changes:
             return False
-        caches = [
-            each
-            for server, change in changes.items()
-            for each in cache_traffic(server, surveyed.requests, change.requests, self._speeds.model(server.profile))
-        ]
+        caches = [each for server, change in changes.items() for each in self._caches(server, change, surveyed)]
         async with self._circuits.lit([change.name for change in changes.values()], caches):
             await all_tried(self._reshape(server, change) for server, change in changes.items())
         return True
+
+    def _caches(self, server: GpuGroup, change: Reshape, surveyed: Surveyed) -> tuple[Demand, ...]:
+        """Bytes of the caches that the change moves; what is computed again moves none."""
+        degrees = {each.name: each.degree for each in server.engines}
+        to = carried(surveyed.requests, change.requests, degrees, self._speeds.of(server))
+        return cache_traffic(server, surveyed.requests, to, self._speeds.model(server.profile))
 
     async def _reshape(self, server: GpuGroup, change: Reshape) -> None:
         self._changed(change.wanted)

@@ -5,8 +5,9 @@ import pytest
 
 from rubato.actors import catalog
 from rubato.actors.messages.orchestration import RequestSeen
-from rubato.actors.orchestrator.fleet import Speeds, cache_traffic, servers
+from rubato.actors.orchestrator.fleet import Speeds, cache_traffic, carried, servers
 from rubato.planning.engine_info import EngineInfo, EngineProfile
+from rubato.planning.roofline import Roofline
 
 H800 = EngineProfile("h800", "qwen2.5-14b", 1)
 
@@ -70,3 +71,19 @@ def test_no_cache_travels_from_an_engine_that_gives_none_away():
     assert cache_traffic(restarted(20.0, 20.0), [request], {"r": "e1"}, OWN) == ()
     (demand,) = cache_traffic(restarted(0.0, 0.0), [msgspec.structs.replace(request, shown=10, sampled=20)], {"r": "e1"}, OWN)
     assert demand[2] == 30 * OWN.kv_bytes_per_token
+
+
+class SlowLink(Roofline):
+    def kv_move_s(self, tokens):
+        return 1000 * super().kv_move_s(tokens)
+
+
+def test_of_a_switch_the_caches_are_told_that_travel_and_not_those_that_are_computed_again():
+    server = restarted(0.0, 0.0)
+    (speed, *_) = Speeds((), lambda: OWN).of(server).values()
+    asked = RequestSeen("asked", "e0", "", 0, 2000, 0, 100, 0)
+    runs = [msgspec.structs.replace(asked, request_id=name, engine=at, sampled=50) for name, at in (("runs", "e0"), ("stays", "e1"))]
+    to, degrees = dict.fromkeys(("asked", "runs", "stays"), "e1"), {"e0": 1, "e1": 1}
+
+    assert carried([asked, *runs], to, degrees, {1: speed}) == {"runs": "e1"}, "one that has no token yet has no cache"
+    assert carried([asked, *runs], to, degrees, {1: SlowLink(speed.spec)}) == {}
