@@ -78,6 +78,8 @@ class StepTrained(Message, frozen=True):
 
     metrics: dict[str, float]
     num_tokens: int
+    exchanged: tuple[int, int] = (0, 0)
+    """Bytes that the rank sent the next one of its copy of the model, and its like of the next copy."""
 
 
 class TrainShare(Request[StepTrained | RankFailed], frozen=True):

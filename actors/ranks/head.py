@@ -79,6 +79,7 @@ class RankedEngine:
         self._far: frozenset[str] = frozenset()
         """Those on other hosts than the trainer's."""
         self._step = 0
+        self._exchanged = (0, 0)
         self._image_bytes = 0
         self.shares: list[HostShare] = []
         """Of the hosts whose ranks write rows of a version."""
@@ -103,8 +104,19 @@ class RankedEngine:
     def train(self, step: int, groups: Sequence[Sequence[Trajectory]]) -> StepResult:
         request = TrainShare(self._term, step, Buffer(msgspec.msgpack.encode(groups)))
         trained = self._all(lambda name: request)[0]
-        self._step = step
+        self._step, self._exchanged = step, trained.exchanged
         return StepResult(trained.metrics, trained.num_tokens)
+
+    @property
+    def exchanged(self) -> list[tuple[str, str, int]]:
+        """Bytes from rank to rank in the step trained last: around the ring of each copy's shares, and around those of the copies."""
+        names, size, shard = tuple(self._members), self.num_ranks, self._train.mesh.shard
+        found: list[tuple[str, str, int]] = []
+        for rank, name in enumerate(names):
+            copy, place = divmod(rank, shard)
+            found.append((name, names[copy * shard + (place + 1) % shard], self._exchanged[0]))
+            found.append((name, names[(rank + shard) % size], self._exchanged[1]))
+        return [each for each in found if each[0] != each[1] and each[2]]
 
     def parts(self, step: int, groups: Sequence[Sequence[Trajectory]]) -> Generator[None, None, StepResult]:
         """One part: what could come in between, a lease that is asked back, is refused beside ranks."""

@@ -112,6 +112,10 @@ class RankEngine(TrainEngine, Protocol):
         ...
 
     def saved(self, epoch: int) -> RowsSaved: ...
+    def exchanged(self) -> tuple[int, int]:
+        """Bytes sent to the next rank since the last call, as StepTrained has them."""
+        ...
+
     def is_lost(self, error: Exception) -> bool:
         """Whether `error` tells of another rank that is away."""
         ...
@@ -278,7 +282,7 @@ class TrainRank(Actor):
         def train(engine: RankEngine) -> StepTrained:
             groups = msgspec.msgpack.decode(request.groups.data, type=list[list[Trajectory]])
             metrics, num_tokens = engine.train(request.step, groups)
-            return StepTrained(dict(metrics), num_tokens)
+            return StepTrained(dict(metrics), num_tokens, engine.exchanged())
 
         if not self._has_trained:
             self.log.info("first_share", term=request.term, step=request.step)

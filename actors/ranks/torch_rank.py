@@ -48,6 +48,14 @@ class Saved(NamedTuple):
             taken.write(folder / name)
 
 
+class Sizes(NamedTuple):
+    """Bytes of a model as ranks exchange it: all of it, its layers alone, and its gradients."""
+
+    all: int
+    layers: int
+    grads: int
+
+
 class TorchRank(TorchTrainEngine):
     """All ranks make the same calls in the same order, with the same arguments; those that compute wait for each other."""
 
@@ -64,6 +72,9 @@ class TorchRank(TorchTrainEngine):
         self._mesh = init_device_mesh(self._device.type, shape, mesh_dim_names=names)
         self._sharded: dict[int, _Policy] = {}
         """What computes with each model, by the model's id."""
+        self._weighs: dict[int, Sizes] = {}
+        self._gathered = self._reduced = 0
+        """Bytes of whole tensors since `exchanged` was asked."""
         self._unread: dict[int, Mapping[str, model_folder.StoredTensor]] = {}
         """Where the weights of a model lie that has none yet."""
 
@@ -80,6 +91,15 @@ class TorchRank(TorchTrainEngine):
         """A collective tells so by the words of its library alone."""
         said = str(error).lower()
         return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and any(word in said for word in LOST))
+
+    def exchanged(self) -> tuple[int, int]:
+        """Bytes that this rank sent the next one since the last call, around the ring of its shares and around that of its copies.
+
+        Of a ring of n each sends (n - 1) / n of what is gathered, or reduced and scattered, and twice that of what is reduced to all.
+        """
+        replicate, shard = self._mesh.size() // self._mesh["shard"].size(), self._mesh["shard"].size()
+        gathered, reduced, self._gathered, self._reduced = self._gathered, self._reduced, 0, 0
+        return (gathered + reduced) * (shard - 1) // shard, 2 * reduced // shard * (replicate - 1) // replicate
 
     def saved(self, epoch: int) -> Saved:
         """What is to be written of the present state; `epoch` stands in the manifest."""
@@ -168,6 +188,10 @@ class TorchRank(TorchTrainEngine):
             placed.set_gradient_divide_factor(1.0)
             placed.set_force_sum_reduction_for_comms(True)
         self._sharded[id(model)] = whole
+        inner = {id(each) for layer in layers for each in layer.parameters()}
+        sizes = [(each, each.numel() * (precision.param_dtype or each.dtype).itemsize) for each in model.parameters()]
+        reduced = sum(each.numel() * (precision.reduce_dtype or precision.param_dtype or each.dtype).itemsize for each, _ in sizes)
+        self._weighs[id(model)] = Sizes(sum(size for _, size in sizes), sum(size for each, size in sizes if id(each) in inner), reduced)
         if (stored := self._unread.pop(id(model), None)) is not None:
             fill(model, stored, leads=self._leads)
             with torch.no_grad():
@@ -179,6 +203,9 @@ class TorchRank(TorchTrainEngine):
     def _forward(self, model: Any, batch: MicroBatch) -> forward.Computed:
         whole = self._sharded[id(model)]
         found = whole(batch)
+        self._gathered += self._weighs[id(model)].all
+        if torch.is_grad_enabled():  # the backward pass gathers each layer once more, and scatters the gradients
+            self._gathered, self._reduced = self._gathered + self._weighs[id(model)].layers, self._reduced + self._weighs[id(model)].grads
         if not torch.is_grad_enabled():  # else the backward pass takes the last gathered weights apart again
             cast("FSDPModule", whole).reshard()
         return found

@@ -46,6 +46,9 @@ class FabricIntents(StepHook):
         if self._began is not None:
             self._took_s.append(asyncio.get_running_loop().time() - self._began)
         self._began = None
+        if self.trainer.peers(RANK):
+            told = cast("RankedEngine", self.trainer.engine).exchanged
+            await self._tell(PhaseIntent("train_step", -1, 0.0, tuple(told)))
 
     async def before_publish(self, version: int) -> None:
         await self.intend("weight_sync", version)

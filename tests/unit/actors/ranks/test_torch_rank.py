@@ -115,6 +115,36 @@ def test_ranks_learn_what_one_does(model_folder, exact_folder, tmp_path, mesh, c
             assert float(distance.abs().max()) <= case.weights, (name, tensor)
 
 
+@pytest.mark.parametrize("mesh", [(1, 2), (2, 2)])
+@pytest.mark.parametrize("options", [{}, {"kl_coef": 0.1}, {"gradient_checkpointing": True}, {"dtype": "bfloat16"}])
+def test_ranks_tell_what_their_collectives_send(model_folder, tmp_path, mesh, options):
+    def work(rank: int) -> tuple[tuple[int, int], int]:
+        from torch import distributed as dist
+
+        sent, gather, scatter = [0], dist.all_gather_single, dist.reduce_scatter_single
+
+        def counted_gather(output, given, **rest):
+            sent[0] += output.numel() * output.itemsize // 2
+            return gather(output, given, **rest)
+
+        def counted_scatter(**given):
+            sent[0] += given["input"].numel() * given["input"].itemsize // 2
+            return scatter(**given)
+
+        engine = loaded(
+            ranks.many(model_folder, rank, tmp_path / "store", mesh, **USUAL | {"micro_batch_tokens": 16} | options), model_folder
+        )
+        engine.exchanged()
+        dist.all_gather_single, dist.reduce_scatter_single = counted_gather, counted_scatter
+        engine.train(1, ranks.batch(1, version=0))
+        return engine.exchanged(), sent[0]
+
+    for (of_shares, of_copies), sent in forked(mesh[0] * mesh[1], tmp_path, work):
+        assert sent
+        assert of_shares == pytest.approx(sent, rel=0.03)
+        assert bool(of_copies) == (mesh[0] > 1)
+
+
 def test_what_ranks_publish_is_the_image_of_one(model_folder, tmp_path):
     size = len(image_of(loaded(ranks.one(model_folder, **USUAL), model_folder)))
     shared = memoryview(torch.zeros(size, dtype=torch.uint8).share_memory_().numpy())

@@ -5,8 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from rubato.actors.config import TrainSection
 from rubato.actors.messages.fabric import PhaseIntent
 from rubato.actors.messages.weights import WeightsPublished
+from rubato.actors.ranks.head import RankedEngine
 from rubato.actors.ranks.parts import HostShare
 from rubato.actors.training.engine import TrainError
 from rubato.actors.training.hooks import Hooks, StepHook, TrainedStep, check_hooks
@@ -226,6 +228,35 @@ def test_weights_that_ranks_of_several_hosts_have_written_come_from_the_first_of
         )  # fmt: skip
 
     intents(play, size=400, shares=shares)
+
+
+def test_what_ranks_sent_each_other_in_a_step_is_told_once_it_is_over(intents):
+    rings = [("trainer_rank-1", "trainer_rank-2", 700), ("trainer_rank-2", "trainer_rank-1", 700)]
+
+    async def play(hook, told):
+        hook.trainer.engine.exchanged = rings
+        await hook.after_step(TrainedStep(3, (), {}))
+
+        assert told == [PhaseIntent("train_step", -1, 0.0, tuple(rings))]
+
+    intents(play, shares=[HostShare("node-1", 1, {"trainer_rank-1": 0}, 0, 3)])
+
+
+@pytest.mark.parametrize(
+    ("mesh", "ways"),
+    [
+        ({"shard": 2}, "1>2 2>1"),
+        ({"replicate": 2, "shard": 2}, "1>2 2>1 3>4 4>3 | 1>3 2>4 3>1 4>2"),
+        ({"replicate": 2, "shard": 1}, "| 1>2 2>1"),
+    ],
+)
+def test_ranks_exchange_around_the_ring_of_their_copys_shares_and_around_that_of_the_copies(mesh, ways):
+    engine = RankedEngine(SimpleNamespace(), TrainSection(mesh=mesh), None)
+    engine._members, engine._exchanged = {str(n + 1): None for n in range(engine.num_ranks)}, (10, 1)
+    found = sorted((-size, f"{a}>{b}") for a, b, size in engine.exchanged)
+
+    of_shares, _, of_copies = ways.partition("|")
+    assert found == [(-10, way) for way in of_shares.split()] + [(-1, way) for way in of_copies.split()]
 
 
 def test_the_network_is_the_next_rollouts_once_all_have_the_weights_unless_a_step_has_begun(intents):
