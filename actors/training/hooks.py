@@ -124,6 +124,12 @@ class Hooks:
             self._hooks.append(made)
             if key == KEY:
                 self._named[made] = path
+        self._meet({role for role in self._of_peers if self._trainer.peers(role)})
+
+    def _meet(self, roles: Collection[str]) -> None:
+        """Make the hooks that come with actors of these roles, once."""
+        for role in self._of_peers.keys() & roles:
+            self._hooks.append(load_class(self._of_peers.pop(role), StepHook)(self._trainer))
 
     async def call(self, event: Callable[..., Awaitable[Any]], *args: Any) -> list[Any]:
         """Await the method of StepHook that `event` is on each hook; returns what they gave. Raises TrainError where one of a user fails."""
@@ -172,8 +178,7 @@ class Hooks:
         return {step for hook in self._hooks for step in hook.keep(steps)}
 
     async def on_peers(self, joined: Sequence[str], left: Sequence[str]) -> None:
-        for role in {name.rpartition("-")[0] for name in joined} & self._of_peers.keys():
-            self._hooks.append(load_class(self._of_peers.pop(role), StepHook)(self._trainer))
+        self._meet({name.rpartition("-")[0] for name in joined})
         await self.call_beside(StepHook.on_peers, joined, left)
 
 

@@ -284,3 +284,15 @@ def test_the_intents_come_with_the_fabrics_controller_and_only_once(loaded):
         assert (before, without, len(mine())) == ([], [], 1)
 
     loaded(play)
+
+
+def test_a_trainer_that_comes_after_the_fabrics_controller_has_its_intents_too(loaded):
+    async def play(hooks, trainer):
+        trainer._kernel.actors["fabric_controller-1"] = None
+        late = Hooks(trainer)
+        late.load()
+        await late.on_peers(("fabric_controller-1",), ())
+
+        assert sum(isinstance(hook, FabricIntents) for hook in late._hooks) == 1
+
+    loaded(play)
