@@ -106,10 +106,8 @@ class Courier:
         self._pending: dict[int, Pending] = {}
         self._routes: dict[tuple[str, str], _Route] = {}
         self._latest: dict[str, _Route] = {}
-        self.sent: defaultdict[str, int] = defaultdict(int)
-        """Bytes that each actor was sent in asks and tells: bodies, and the buffers beside them."""
-        self.came: defaultdict[str, int] = defaultdict(int)
-        """Bytes of each actor's replies."""
+        self.sent, self.came = defaultdict[str, int](int), defaultdict[str, int](int)
+        """By actor, bytes of asks and tells and of its replies: bodies, and the buffers beside them."""
         self.unknown = 0
         """Asks that ended as Unknown: they may or may not have run."""
         self.late = 0

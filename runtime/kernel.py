@@ -88,7 +88,10 @@ class Kernel:
         self.ready = asyncio.Event()
         self.transport = transport
         self.courier = Courier(transport, name, self.waits)
-        system = {Drain.__name__: self._drain_asked, Tap.__name__: self._tap_asked, CountBytes.__name__: self._count_asked}
+        system = {Drain.__name__: self._drain_asked, Tap.__name__: self._tap_asked}
+        system[CountBytes.__name__] = lambda delivery: self.dispatch.reply(
+            delivery, BytesCounted(incarnation, self.courier.sent, self.courier.came)
+        )
         self.dispatch = Dispatcher(transport, name, log, self.spawn, system, self.courier.arrived)
         self.dispatch.incarnation = incarnation
         self.registry = Registry(store, self.directory, self._peers_changed)
@@ -192,9 +195,6 @@ class Kernel:
 
             self._tap = FrameTap(self.transport, self.dispatch)
         self._tap.asked(delivery)
-
-    def _count_asked(self, delivery: Delivery) -> None:
-        self.dispatch.reply(delivery, BytesCounted(self.incarnation, dict(self.courier.sent), dict(self.courier.came)))
 
     async def _peers_changed(self, joined: set[str], left: set[str]) -> None:
         if self._actor is not None:

@@ -55,8 +55,6 @@ class BytesCounted(Message, frozen=True):
 class CountBytes(Request[BytesCounted], frozen=True):
     """To any kernel: how much have you and others said to each other? Of two actors, who asks counts both ways, so each byte is counted once."""
 
-    idempotent: ClassVar[bool] = True
-
 
 class Progress(Message, frozen=True):
     """To the node agent: one more step of the job is done; `row` is its line of metrics.jsonl."""

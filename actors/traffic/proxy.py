@@ -1,5 +1,7 @@
 """Rollout phases, as the fabric hears of them from a proxy: when one begins. What is sent in them is counted."""
 
+from contextlib import suppress
+
 from rubato.actors.messages.fabric import PhaseIntent
 from rubato.actors.proxy.picker import ProxyHook
 from rubato.bus.errors import NotSent
@@ -13,7 +15,5 @@ class RolloutPhases(ProxyHook):
             self.proxy.spawn(self._tell(PhaseIntent("rollout", version, 0.0)), name=f"{self.proxy.name}.phase")
 
     async def _tell(self, intent: PhaseIntent) -> None:
-        try:
+        with suppress(NotSent):
             await self.proxy.ref("fabric_controller").tell(intent)
-        except NotSent:
-            self.proxy.log.debug("not_told", target="fabric_controller", message=type(intent).__name__)

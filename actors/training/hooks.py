@@ -110,7 +110,6 @@ class Hooks:
         self._named: dict[StepHook, str] = {}
         """The user's own, by what `train.hooks` calls them."""
         self._of_peers = dict(STEP_HOOKS_OF_PEERS)
-        """Hooks that come with the first actor of a role."""
 
     def load(self) -> None:
         """Make those that the config names. Blocks; raises TrainError, one sentence, where one can't be made."""

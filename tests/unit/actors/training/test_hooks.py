@@ -150,7 +150,7 @@ def intents(on_stage):
             context.records |= {f"engine-{n}": SimpleNamespace(node=f"node-{n}") for n in (1, 2)}
             trainer = SimpleNamespace(
                 name="trainer-1", node="node-1", peers=context.ready, ref=context.ref, directory=context,
-                out=SimpleNamespace(published=WeightsPublished(0, 1, "", size) if size else None), engine=SimpleNamespace(shares=shares),
+                out=SimpleNamespace(size_bytes=size, published=WeightsPublished(0, 1, "", size) if size else None), engine=SimpleNamespace(shares=shares),
             )  # fmt: skip
             await play(FabricIntents(trainer), told)
 
