@@ -22,36 +22,48 @@ Solver = Callable[[LinearProgram], Sequence[float]]
 """Returns an optimal x. Planning imports no numerical library: the caller brings one."""
 
 
-def loads(directed: Mapping[Pair, int], links: Links, num: int) -> dict[Pair, float]:
-    """Bytes per direction of each pair of neighbours when every flow takes its shortest paths, split by the links that lead there.
+class Carried(NamedTuple):
+    """How traffic travels over links."""
 
-    Raises ValueError where a flow has no path.
-    """
+    size_bytes: dict[Pair, float]
+    """Per direction of each pair of neighbours."""
+    hops: int
+    """Of the farthest flow."""
+
+
+def carried(directed: Mapping[Pair, int], links: Links, num: int) -> Carried:
+    """Every flow over its shortest paths, split by the links that lead there. Raises ValueError where a flow has no path."""
     near: list[Counter[int]] = [Counter() for _ in range(num)]
     for a, b in links:
         near[a][b] += 1
         near[b][a] += 1
-    carried: dict[Pair, float] = {}
-    for source in sorted({a for a, _ in directed}):
-        wanted = {b: float(v) for (a, b), v in directed.items() if a == source}
-        away, order = {source: 0}, [source]
+    by_source: dict[int, dict[int, float]] = {}
+    for (a, b), size_bytes in sorted(directed.items()):
+        by_source.setdefault(a, {})[b] = float(size_bytes)
+    found: dict[Pair, float] = {}
+    hops = 0
+    for source, wanted in by_source.items():
+        away, order, missing = {source: 0}, [source], wanted.keys() - {source}
         for node in order:
-            for other in near[node]:
-                if other not in away:
-                    away[other] = away[node] + 1
-                    order.append(other)
-        if not away.keys() >= wanted.keys():
-            raise ValueError(f"no path leads from endpoint {source} to {sorted(wanted.keys() - away.keys())}")
+            if not missing:
+                break
+            further = [other for other in near[node] if other not in away]
+            away.update(dict.fromkeys(further, away[node] + 1))
+            order += further
+            missing.difference_update(further)
+        if missing:
+            raise ValueError(f"no path leads from endpoint {source} to {sorted(missing)}")
+        hops = max(hops, *(away[node] for node in wanted))
         for node in reversed(order[1:]):
             through = wanted.get(node, 0.0)
             if not through:
                 continue
-            before = {other: n for other, n in near[node].items() if away[other] == away[node] - 1}
+            before = {other: n for other, n in near[node].items() if away.get(other) == away[node] - 1}
             for other, number in before.items():
                 share = through * number / sum(before.values())
-                carried[other, node] = carried.get((other, node), 0.0) + share
+                found[other, node] = found.get((other, node), 0.0) + share
                 wanted[other] = wanted.get(other, 0.0) + share
-    return carried
+    return Carried(found, hops)
 
 
 def one_hop(directed: Mapping[Pair, int], links: Links, trickle: float) -> float:
@@ -63,7 +75,7 @@ def one_hop(directed: Mapping[Pair, int], links: Links, trickle: float) -> float
 def bottleneck(directed: Mapping[Pair, int], links: Links, num: int) -> float:
     """Bytes over the fullest link by shortest paths; over its bandwidth, the time that the traffic takes."""
     number = Counter(links)
-    return max((v / number[min(a, b), max(a, b)] for (a, b), v in loads(directed, links, num).items()), default=0.0)
+    return max((v / number[min(a, b), max(a, b)] for (a, b), v in carried(directed, links, num).size_bytes.items()), default=0.0)
 
 
 def capacity_program(directed: Mapping[Pair, int], ports: Sequence[int]) -> LinearProgram:

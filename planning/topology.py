@@ -67,12 +67,18 @@ def template(
     They are the `direct` ones where no other `planner` is given.
     Raises ValueError where the ports can't connect the endpoints.
     """
-    ports = [ports_per_endpoint] * len(endpoints)
-    for port in set(dead):
-        if port // ports_per_endpoint < len(ports):
-            ports[port // ports_per_endpoint] -= 1
+    ports = live_ports(len(endpoints), ports_per_endpoint, dead)
     directed = flows(traffic, endpoints)
     return planner(directed, ports) if planner else direct(per_link(directed), ports)
+
+
+def live_ports(num: int, ports_per_endpoint: int, dead: Collection[int] = ()) -> list[int]:
+    """Of each endpoint, without the `dead` ones of the switch."""
+    ports = [ports_per_endpoint] * num
+    for port in set(dead):
+        if port // ports_per_endpoint < num:
+            ports[port // ports_per_endpoint] -= 1
+    return ports
 
 
 def direct(demand: Mapping[Pair, int], ports: Sequence[int]) -> Links:

@@ -14,6 +14,7 @@ from rubato.actors.fabric.reconciler import CircuitLedger, LedgerUnavailable, Po
 from rubato.actors.fabric.rhythm import Accounts, Aim, Aims, Rhythm
 from rubato.actors.fabric.section import FabricSection
 from rubato.actors.fabric.templates import Templates, choose
+from rubato.actors.fabric.windows import Windows
 from rubato.actors.messages.fabric import (
     AskCircuits,
     AwaitCircuits,
@@ -24,6 +25,7 @@ from rubato.actors.messages.fabric import (
     InspectFabric,
     NoCircuits,
     PhaseIntent,
+    PhaseWindows,
     ReleaseCircuits,
 )
 from rubato.planning.circuits import CircuitPlan, Cross, FabricSnapshot, Verdict, plan
@@ -86,6 +88,7 @@ class FabricController(Actor):
         self._meter = Meter(self)
         self._gone: set[str] = set()
         """Endpoints that left, and keep their ports until the phase is over: one that is started again is there by then."""
+        self._windows = Windows(self._templates)
         self._unsaved = False
         self._rhythm = Rhythm()
         self._epochs: dict[str, int] = {}
@@ -144,6 +147,16 @@ class FabricController(Actor):
             self._rhythm.began(message.phase, now)
             self._aims.coming = None
             self._aim_at_present(message.phase)
+            self._aims.within(self._windows.aims(message.phase, now, self._accounts.delay_s))
+
+    @handler
+    async def phase_windows(self, message: PhaseWindows) -> None:
+        """Circuits change between them from the next round of the phase on."""
+        try:
+            if self._section.enabled and self._windows.note(message, self._racks.traffic):
+                self._unsaved = True
+        except ValueError as error:
+            self.log.warning("windows_refused", phase=message.phase, why=str(error))
 
     @handler(concurrency=16)
     async def ask_circuits(self, request: AskCircuits) -> CircuitsPromised | NoCircuits:
@@ -263,7 +276,7 @@ class FabricController(Actor):
             return
         expected, lasts = self._rhythm.next(), self._rhythm.lasts(self._rhythm.phase)
         if self._aims.coming is None and expected and lasts and expected.at > asyncio.get_running_loop().time():
-            busy_s = BUSY * self._templates.bytes_per_link(self._rhythm.phase, self._rhythm.phase) / self._link_bytes_s
+            busy_s = BUSY * self._templates.busy_s(self._rhythm.phase, self._rhythm.phase)
             not_before = self._rhythm.since + max(UNDISTURBED * lasts, busy_s)
             if not_before + self._accounts.delay_s <= expected.at:
                 self._aim_at_coming(expected.phase, expected.at, not_before=not_before)
@@ -313,7 +326,8 @@ class FabricController(Actor):
                 await reconciler.reach(planned.circuits, aim.phase, state)
             self._circuits = planned.circuits
             self.log.info("circuits_changed", phase=aim.phase, why=planned.verdict, num=len(planned.circuits))
-            self._accounts.changed(aim.starts_at, began, self._began_since(aim.phase, ahead_of))
+            since = aim.starts_at if aim.window else self._began_since(aim.phase, ahead_of)
+            self._accounts.changed(aim.starts_at, began, since)
         elif planned.verdict is Verdict.KEPT:
             self.metrics.count("fabric/kept")
         self._show()
@@ -322,13 +336,14 @@ class FabricController(Actor):
             self.log.info("optical_path_again", phase=aim.phase)
 
     def _links(self, phase: str) -> tuple[Links | None, bool]:
-        """The template of the phase, or the one that the whole period is shortest with, and whether that was found out: a change
-        then pays off, however short the phase."""
-        chosen = choose(self._rhythm, self._templates, link_bytes_s=self._link_bytes_s, delay_s=self._accounts.delay_s)
-        instead = chosen.get(phase, phase)
+        """The circuits of its first window, the template of the phase, or the one that the whole period is shortest with, and whether that was
+        found out: a change then pays off, however short the phase."""
+        chosen = choose(self._rhythm, self._templates, delay_s=self._accounts.delay_s)
+        windows = {name: self._windows.first(name, self._accounts.delay_s) for name in {phase, chosen.get(phase, phase)}}
+        instead = phase if windows[phase] else chosen.get(phase, phase)
         if instead != phase and self._templates.links(phase) is not None:
             self.metrics.count("fabric/kept")
-        return self._templates.links(instead), phase in chosen
+        return windows[instead] or self._templates.links(instead), phase in chosen or windows[phase] is not None
 
     def _plan(self, aim: Aim, links: Links, *, restore: bool) -> CircuitPlan:
         now = asyncio.get_running_loop().time()
@@ -337,7 +352,7 @@ class FabricController(Actor):
                 ports_per_endpoint=self._section.ports_per_endpoint,
                 links=links,
                 current=self._circuits,
-                starts_in_s=aim.starts_at - now,
+                starts_in_s=0.0 if aim.window else aim.starts_at - now,
                 lasts_s=None if restore else self._rhythm.lasts(aim.phase),
                 reconfiguration_s=self._accounts.delay_s,
                 dead=self._templates.dead,

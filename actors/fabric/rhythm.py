@@ -68,6 +68,8 @@ class Aim(NamedTuple):
     """Not those of the phase's template, but these."""
     asked: int = -1
     """The epoch that they were asked for under."""
+    window: bool = False
+    """They are for a window of the phase that runs: the schedule has weighed the change."""
 
 
 class Aims:
@@ -76,6 +78,7 @@ class Aims:
     def __init__(self) -> None:
         self.present: Aim | None = None
         self.coming: Aim | None = None
+        self._within: list[Aim] = []
         self._changed = asyncio.Event()
 
     def now(self, aim: Aim) -> None:
@@ -86,11 +89,16 @@ class Aims:
         self.coming = aim
         self._changed.set()
 
+    def within(self, aims: list[Aim]) -> None:
+        """Changes between the windows of the phase that begins, in the place of the last one's."""
+        self._within = aims
+        self._changed.set()
+
     async def next(self) -> Aim:
-        """Waits until an aim is due, and takes it."""
+        """Waits until an aim is due, and takes it. Circuits for the phase to come end the windows of the one that runs."""
         while True:
             self._changed.clear()
-            aim = min((a for a in (self.present, self.coming) if a), key=lambda a: a.due, default=None)
+            aim = min((a for a in (self.present, self.coming, *self._within[:1]) if a), key=lambda a: a.due, default=None)
             try:
                 async with asyncio.timeout_at(aim.due if aim else None):
                     await self._changed.wait()
@@ -99,8 +107,18 @@ class Aims:
                     self.present = None
                     return aim
                 if aim is not None and aim is self.coming:
-                    self.coming = None
+                    self.coming, self._within = None, []
                     return aim
+                if aim is not None and self._within and aim is self._within[0]:
+                    return self._take_latest()
+
+    def _take_latest(self) -> Aim:
+        """Of the windows whose time has come."""
+        now = asyncio.get_running_loop().time()
+        aim = self._within.pop(0)
+        while self._within and self._within[0].due <= now:
+            aim = self._within.pop(0)
+        return aim
 
 
 REMEMBERED = 5
@@ -126,7 +144,7 @@ class Accounts:
         """
         ended = asyncio.get_running_loop().time()
         phase_began = starts_at if starts_at <= began else began_meanwhile if began_meanwhile is not None else ended
-        hidden_s, exposed_s = max(0.0, phase_began - began), max(0.0, ended - phase_began)
+        hidden_s, exposed_s = max(0.0, min(phase_began, ended) - began), max(0.0, ended - phase_began)
         self._delays.append(ended - began)
         self._metrics.count("fabric/reconfigurations")
         self._metrics.count("fabric/hidden_s", hidden_s)

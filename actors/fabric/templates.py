@@ -9,16 +9,20 @@ import msgspec
 from rubato.actors.fabric.rhythm import Rhythm
 from rubato.actors.fabric.section import BASELINES, FabricSection
 from rubato.planning.demand import Demand, Flows, Links, flows, per_link
-from rubato.planning.multihop import LinearProgram, bottleneck, multi_hop, one_hop
-from rubato.planning.pods import plan_pods
+from rubato.planning.multihop import LinearProgram, multi_hop
+from rubato.planning.phase_time import LinkRates, Operation, run_s, template
+from rubato.planning.pods import pod_links
 from rubato.planning.switching import PhaseCost, Schedule, schedule
-from rubato.planning.topology import Planner, direct, template
+from rubato.planning.topology import Planner, direct
 from rubato.planning.volumes import CHANGED, SMALL, Volumes, Way, demands, followed, strayed, volumes
 from rubato.runtime.errors import ConfigError
 from rubato.runtime.importer import load_configured
 from rubato.runtime.store.store import Fence, Store
 
 KEY = "fabric/templates"
+
+ALL = ""
+"""Stands for all phases: one template for their traffic in turn."""
 
 
 class Profile(msgspec.Struct, frozen=True):
@@ -58,7 +62,8 @@ class Templates:
         self.book = TemplateCache(endpoints)
         self._planner = _planner(section)
         self._fixed, self._static = endpoints, section.static
-        self._trickle = section.trickle_mbps / 1e3 / section.link_gbps if section.testbed else None
+        trickle = section.trickle_mbps / 1e3 / section.link_gbps if section.testbed else None
+        self.rates = LinkRates(section.link_gbps * 1e9 / 8, trickle=trickle)
         self._ports_per_endpoint = section.ports_per_endpoint
         self._max_endpoints = section.ports // section.ports_per_endpoint
         self.dead: frozenset[int] = frozenset()
@@ -67,7 +72,8 @@ class Templates:
         """By phase, what its links were planned for."""
         self._heard: dict[str, set[Way]] = {}
         """By phase, the ways that were told of since it was last over."""
-        self._bytes: dict[tuple[str, str], float] = {}
+        self._busy_s: dict[tuple[str, str], float] = {}
+        self._whole: Links | None = None
 
     async def load(self, store: Store) -> None:
         """Take up what an earlier incarnation kept. A record that does not fit this switch is dropped and profiled again."""
@@ -85,8 +91,8 @@ class Templates:
 
     def links(self, phase: str) -> Links | None:
         """The cached template; None for a phase that has shown no traffic yet, unless all phases have the same."""
-        if self._static:
-            return next((profile.links for profile in self.book.phases.values()), None)
+        if self._static or phase == ALL:
+            return self._all()
         profile = self.book.phases.get(phase)
         return profile.links if profile else None
 
@@ -94,12 +100,12 @@ class Templates:
         """For traffic that is no phase's; None where none of it is between endpoints of the fabric."""
         if self._static or not flows(traffic, self.book.endpoints):
             return None
-        return self._template(traffic, self.book.endpoints)
+        return self.for_turns([traffic], self.book.endpoints)
 
     def even(self) -> Links:
         """For what nothing is known of: the ports divided evenly among all pairs of endpoints."""
         pairs = tuple((a, b, 1) for a, b in combinations(filter(None, self.book.endpoints), 2))
-        return self._template(pairs, self.book.endpoints)
+        return self.for_turns([pairs], self.book.endpoints)
 
     # -- what a job shows -------------------------------------------------------------------------------------------
 
@@ -121,7 +127,7 @@ class Templates:
         What was not told of this time fades too.
         """
         profile, now = self.book.phases.get(phase, UNKNOWN), volumes(traffic)
-        least = SMALL * max((size for _, _, size in (*self._all(self.book.phases), *traffic)), default=0)
+        least = SMALL * max((size for _, _, size in (*self._traffic(self.book.phases), *traffic)), default=0)
         counted = followed(volumes(profile.counted), {way: size for way, size in now.items() if size > least}, least)
         told, heard = volumes(profile.told), self._heard.pop(phase, set())
         quiet = {way: mean for way, mean in told.items() if way not in heard}
@@ -139,7 +145,7 @@ class Templates:
             told, counted = (tuple(d for d in way if not left & set(d[:2])) for way in (profile.told, profile.counted))
             if told or counted:
                 phases[phase] = Profile(told, counted, ())
-        self._renew(self._with_ports(endpoints, self._all(phases)), phases)
+        self._renew(self._with_ports(endpoints, self._traffic(phases)), phases)
         return True
 
     def _note(self, phase: str, told: Volumes, counted: Volumes) -> bool:
@@ -152,12 +158,12 @@ class Templates:
         endpoints, now, planned = self._with_ports(self.book.endpoints, profile.traffic), volumes(profile.traffic), self._planned.get(phase)
         same = endpoints == self.book.endpoints
         fits = same and planned is not None and planned.keys() >= now.keys() and strayed(planned, now) <= CHANGED
-        changed = () if fits else (phase,) if same and not self._static else None
+        changed = () if fits else (phase,) if same else None
         self._renew(endpoints, others | {phase: profile}, changed)
         return not fits
 
     @staticmethod
-    def _all(phases: Mapping[str, Profile]) -> tuple[Demand, ...]:
+    def _traffic(phases: Mapping[str, Profile]) -> tuple[Demand, ...]:
         return tuple(chain.from_iterable(profile.traffic for profile in phases.values()))
 
     def _with_ports(self, endpoints: Sequence[str], traffic: Sequence[Demand]) -> tuple[str, ...]:
@@ -182,48 +188,53 @@ class Templates:
             self.dead = before
             raise
 
-    def bytes_per_link(self, phase: str, template_of: str) -> float:
-        """What the fullest link carries when `phase` runs over the links of another phase's template."""
+    def busy_s(self, phase: str, template_of: str) -> float:
+        """What the traffic of `phase` is predicted to take over the links of another phase's template, or of that for all of them."""
         key = phase, template_of
-        if template_of not in self.book.phases:
-            return 0.0
-        if key not in self._bytes:
-            traffic = self.book.phases[phase].traffic if phase in self.book.phases else ()
-            directed = flows(traffic, self.book.endpoints)
-            links = self.book.phases[template_of].links
-            if self._trickle is None:
-                self._bytes[key] = bottleneck(directed, links, len(self.book.endpoints))
-            else:
-                self._bytes[key] = one_hop(directed, links, self._trickle)
-        return self._bytes[key]
+        if key not in self._busy_s:
+            profile, links = self.book.phases.get(phase), self.links(template_of)
+            self._busy_s[key] = self.turn_s(profile.traffic, links) if profile and links else 0.0
+        return self._busy_s[key]
 
-    def _renew(self, endpoints: tuple[str, ...], phases: Mapping[str, Profile], changed: Collection[str] | None = None) -> None:
-        """Plan the links of the phases that `changed`, or of all."""
-        together = self._all(phases)
-        renewed = dict(phases)
-        planned = {} if changed is None else {phase: self._planned[phase] for phase in phases if phase in self._planned}
-        for phase in phases if changed is None else changed:
-            traffic = together if self._static else phases[phase].traffic
-            renewed[phase] = msgspec.structs.replace(phases[phase], links=self._template(traffic, endpoints))
-            planned[phase] = volumes(phases[phase].traffic)
-        self.book, self._planned = TemplateCache(endpoints, renewed), planned
-        self._bytes.clear()
+    def turn_s(self, traffic: Sequence[Demand], links: Links) -> float:
+        """What traffic is predicted to take over these links."""
+        return run_s(Operation(flows(traffic, self.book.endpoints)), links, len(self.book.endpoints), self.rates)
 
-    def _template(self, traffic: Sequence[Demand], endpoints: Sequence[str]) -> Links:
-        """Over the endpoints that are there: ports that were given back have no links."""
+    def for_turns(self, turns: Sequence[Sequence[Demand]], endpoints: Sequence[str]) -> Links:
+        """The links with which traffic that takes turns is predicted to be through soonest, over the endpoints that are there.
+
+        Ports that were given back have no links.
+        """
         size, there = self._ports_per_endpoint, [at for at, name in enumerate(endpoints) if name]
         if len(there) < 2:
             return ()
         dead = [k * size + port % size for k, at in enumerate(there) for port in self.dead if port // size == at]
-        links = template(traffic, [endpoints[at] for at in there], size, dead, self._planner)
+        links = template(turns, [endpoints[at] for at in there], size, dead, self._planner, self.rates)
         return tuple(sorted((there[a], there[b]) for a, b in links))
+
+    def _all(self) -> Links | None:
+        if self._whole is None and self.book.phases:
+            self._whole = self.for_turns([profile.traffic for profile in self.book.phases.values()], self.book.endpoints)
+        return self._whole
+
+    def _renew(self, endpoints: tuple[str, ...], phases: Mapping[str, Profile], changed: Collection[str] | None = None) -> None:
+        """Plan the links of the phases that `changed`, or of all."""
+        renewed = dict(phases)
+        planned = {} if changed is None else {phase: self._planned[phase] for phase in phases if phase in self._planned}
+        for phase in phases if changed is None else changed:
+            links = self.for_turns([phases[phase].traffic], endpoints)
+            renewed[phase] = msgspec.structs.replace(phases[phase], links=links)
+            planned[phase] = volumes(phases[phase].traffic)
+        self.book, self._planned = TemplateCache(endpoints, renewed), planned
+        self._busy_s.clear()
+        self._whole = None
 
 
 def _planner(section: FabricSection) -> Planner:
     name = section.planner
     if name == "pods":
         pod_of = [at for rack in section.racks for at, pod in enumerate(section.pods.values()) if rack in pod]
-        return lambda directed, ports: _by_pods(directed, ports, pod_of)
+        return lambda directed, ports: pod_links(directed, ports, pod_of)
     if name == "multi_hop":
         if find_spec("scipy") is None:
             raise ConfigError("fabric.planner multi_hop needs SciPy. Install rubato-rl[fabric], or take another planner.")
@@ -234,14 +245,8 @@ def _planner(section: FabricSection) -> Planner:
     return lambda directed, ports: choose_links(per_link(directed), ports)
 
 
-def _by_pods(directed: Flows, ports: Sequence[int], pod_of: Sequence[int]) -> Links:
-    """Every rack as if it had the fewest ports of all."""
-    planned = plan_pods(directed, pod_of, min(ports))
-    return tuple(sorted((*planned.pod, *planned.core)))
-
-
-def choose(rhythm: Rhythm, templates: Templates, *, link_bytes_s: float, delay_s: float) -> dict[str, str]:
-    """Phase → the phase whose template it should have, for the shortest period; empty before the first iteration is over.
+def choose(rhythm: Rhythm, templates: Templates, *, delay_s: float) -> dict[str, str]:
+    """Phase → the phase whose template it should have, or `ALL`, for the shortest period; empty before the first iteration is over.
 
     A phase is taken to wait for its traffic, and to go on for the rest of its usual time when that is through.
     """
@@ -249,9 +254,10 @@ def choose(rhythm: Rhythm, templates: Templates, *, link_bytes_s: float, delay_s
     names = sorted(phase for phase in cycle if phase in templates.book.phases)
     if not names:
         return {}
+    names.append(ALL)
     costs: list[PhaseCost] = []
     for phase in cycle:
-        busy_s = tuple(templates.bytes_per_link(phase, name) / link_bytes_s for name in names)
+        busy_s = tuple(templates.busy_s(phase, name) for name in names)
         costs.append(PhaseCost(0.0, busy_s, max(0.0, (rhythm.lasts(phase) or 0.0) - min(busy_s))))
     found: Schedule = schedule(costs, delay_s)
     return {phase: names[k] for phase, k in zip(cycle, found.choices, strict=True)}

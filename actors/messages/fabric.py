@@ -19,6 +19,23 @@ class PhaseIntent(Message, frozen=True):
     traffic: tuple[tuple[str, str, int], ...] = ()
 
 
+class PhaseWindow(msgspec.Struct, frozen=True):
+    """A part of a phase, between two moments at which circuits may change."""
+
+    name: str
+    """Those of one name may have circuits of their own, by all that is sent in them."""
+    lasts_s: float
+    """Without what its traffic adds."""
+    traffic: tuple[tuple[str, str, int], ...] = ()
+
+
+class PhaseWindows(Message, frozen=True):
+    """What `phase` is made of from its next begin on, in order: context, experts and gradients of a training step. Without windows it is one."""
+
+    phase: Phase
+    windows: tuple[PhaseWindow, ...]
+
+
 class Circuit(msgspec.Struct, frozen=True, array_like=True):
     """A cross-connect from input port to output port."""
 

@@ -1,30 +1,31 @@
 """The fabrics under comparison: each turns a job's traffic into the time of its phases."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final, NamedTuple
+from math import inf
+from typing import Annotated, Final, NamedTuple
 
 from pydantic import Field
 
 from rubato.planning.demand import Links, per_link
-from rubato.planning.pods import plan_pods
+from rubato.planning.phase_time import SHARES, LinkRates, choose_links, phase_s, run_s
+from rubato.planning.pods import pod_links
 from rubato.planning.switching import PhaseCost, schedule
-from rubato.planning.topology import direct
+from rubato.planning.topology import Planner, direct
+from rubato.planning.windows import Window, WindowPlan, plan_windows
 from rubato.runtime.config import Section
 from rubato.sim.net.clos import ClosSpec, clos
 from rubato.sim.net.direct import DirectSpec, direct_network
 from rubato.sim.net.network import Network
-from rubato.sim.rfabric.iteration import PhaseTime, Traffic, demand, phase_time, traffic
-from rubato.sim.rfabric.job import PHASES, FabricJob, Phase
-
-STAGE_WEIGHTS = (4, 16, 64)
-"""Candidates beside the plain one wherever the execution's traffic is planned for; the fastest is taken.
-
-The live FabricController has no such search: it plans one topology per phase, by the bytes as they are.
-"""
-
+from rubato.sim.rfabric import windows
+from rubato.sim.rfabric.iteration import PhaseTime, Traffic, phase_time, planned, traffic
+from rubato.sim.rfabric.job import PHASES, FabricJob, Phase, compute_s
 
 ALL = "all"
-"""Begins the names of topologies planned for the whole iteration."""
+"""Names the topology planned for the whole iteration."""
+
+BY_WINDOWS = "by windows"
+"""Stands for topologies that change within the execution."""
 
 
 class DelaySpec(Section):
@@ -38,6 +39,10 @@ class DelaySpec(Section):
     relink_s: float = Field(default=0.0, ge=0)
     """Until transceivers and network cards carry packets again: milliseconds to seconds."""
 
+    @property
+    def total_s(self) -> float:
+        return self.drain_s + self.control_s + self.ocs_s + self.relink_s
+
 
 class FabricSpec(Section):
     """How the fabrics are built. All NICs are alike; one per GPU."""
@@ -50,6 +55,8 @@ class FabricSpec(Section):
     delay: DelaySpec = DelaySpec()
     lost: float = Field(default=0.0, ge=0, lt=1)
     """Share of the spine planes, or of the optical switches, that have failed."""
+    shares: tuple[Annotated[float, Field(ge=0, le=1)], ...] = Field(default=SHARES, min_length=1)
+    """The powers of their bytes by which operations that take turns may share circuits: the planner takes the one that it predicts to be fastest."""
     ecmp: bool = False
     """Hash every flow of the electrical trees onto one uplink, instead of spraying packets."""
 
@@ -61,7 +68,6 @@ class FabricCase(NamedTuple):
     spec: FabricSpec
     sent: Traffic
     seed: int = 1
-    stage_weights: Sequence[int] = STAGE_WEIGHTS
 
     @property
     def servers_per_rack(self) -> int:
@@ -121,105 +127,162 @@ def electrical(case: FabricCase, *, oversubscription: int = 1, rail_optimised: b
 
 def sip(case: FabricCase) -> Iteration:
     """Servers joined NIC to NIC by a patch panel; circuits by the whole iteration's bytes, the same in all phases."""
-    return _fastest([static(case, _panel_network(case, circuits)) for circuits in _whole(case, _panel)])
+    return _kept(case, _panel(case))
 
 
 def sip_phased(case: FabricCase) -> Iteration:
     """The same patch panel, if it could change between phases as RFabric's circuits do."""
-    return switched(case, _candidates(case, _panel), _panel_network)
+    return switched(case, _panel(case))
 
 
 def rfabric(case: FabricCase) -> Iteration:
     """Racks joined by circuits, a topology planned for each phase; a change is made where the schedule says it pays."""
-    return switched(case, _candidates(case, _planned), _rack_network)
+    return switched(case, _racks(case))
+
+
+def layered(case: FabricCase) -> Iteration:
+    """RFabric whose circuits may change within the execution too, where the schedule of its windows says that it pays."""
+    return switched(case, _racks(case), by_windows=True)
 
 
 def unweighted(case: FabricCase) -> Iteration:
-    """RFabric without the search over stage weights: as the live controller plans, one topology per phase and one for all of them."""
-    return rfabric(case._replace(stage_weights=()))
-
-
-def switched(case: FabricCase, candidates: Sequence[Circuits], network: Callable[[FabricCase, Circuits], Network]) -> Iteration:
-    """The iteration with the candidate of each phase that the schedule takes, out of those planned for it or for all phases."""
-    networks = [network(case, circuits) for circuits in candidates]
-    times: dict[Phase, dict[int, PhaseTime]] = {
-        phase: {
-            k: phase_time(case.job, case.sent, phase, networks[k])
-            for k, circuits in enumerate(candidates)
-            if circuits.name.startswith((phase, ALL))
-        }
-        for phase in PHASES
-    }
-    update: tuple[Phase, ...] = ("execution", "gradients")
-    sequence: list[Phase] = [*(update * case.job.spec.updates), "weights_send", "weights_local"]
-    delay = case.spec.delay
-    total = delay.drain_s + delay.control_s + delay.ocs_s + delay.relink_s
-    never = float("inf")
-    costs = {
-        phase: PhaseCost(0.0, tuple(times[phase][k].seconds if k in times[phase] else never for k in range(len(candidates))))
-        for phase in PHASES
-    }
-    plan = schedule([costs[phase] for phase in sequence], total)
-    chosen: dict[Phase, int] = {phase: plan.choices[sequence.index(phase)] for phase in PHASES}
-    phases: dict[Phase, PhaseTime] = {phase: times[phase][k] for phase, k in chosen.items()}
-    topology: dict[Phase, Circuits] = {phase: candidates[k] for phase, k in chosen.items()}
-    kept: dict[Phase, Network] = {phase: networks[k] for phase, k in chosen.items()}
-    return Iteration(plan.period_s, phases, plan.exposed_s, plan.num_switches, topology, kept)
+    """RFabric with operations that take turns planned for as if they ran at once: by their bytes alone."""
+    return rfabric(case._replace(spec=case.spec.model_copy(update={"shares": (1.0,)})))
 
 
 def one_shot(case: FabricCase) -> Iteration:
-    """RFabric's hardware with one topology for the whole job, as TopoOpt would patch it; the fastest of those that RFabric may keep."""
-    return _fastest([static(case, _rack_network(case, circuits)) for circuits in _whole(case, _planned)])
+    """RFabric's hardware with one topology for the whole job, as TopoOpt would patch it."""
+    return _kept(case, _racks(case))
 
 
-def _fastest(found: Sequence[Iteration]) -> Iteration:
-    return min(found, key=lambda iteration: iteration.seconds)
+class Plane(NamedTuple):
+    """What circuits join: racks or servers."""
+
+    servers_per_node: int
+    ports: Sequence[int]
+    """Of each node."""
+    planner: Planner
+    rates: LinkRates
+    pod_of: Sequence[int] = ()
+
+    def network(self, case: FabricCase, links: Links) -> Network:
+        return direct_network(DirectSpec(case.job.servers, self.servers_per_node, self.rates.bytes_s), links)
+
+    def core_ports(self, links: Links) -> int:
+        """The most uplinks of one node that lead to another pod."""
+        ends = Counter(end for pair in links if self.pod_of and self.pod_of[pair[0]] != self.pod_of[pair[1]] for end in pair)
+        return max(ends.values(), default=0)
 
 
-Planner = Callable[[FabricCase, str, list[tuple[Phase, int]], int], Circuits]
-
-
-def _candidates(case: FabricCase, planner: Planner) -> list[Circuits]:
-    """One topology per phase, more of the execution, and those for the whole iteration."""
-    found = [planner(case, phase, [(phase, 1)], 1) for phase in PHASES]
-    found += [planner(case, f"execution, stages x{w}", [("execution", 1)], w) for w in case.stage_weights]
-    return [*found, *_whole(case, planner)]
-
-
-def _whole(case: FabricCase, planner: Planner) -> list[Circuits]:
-    """Topologies for the whole iteration."""
-    weighted = [planner(case, f"{ALL}, stages x{w}", rounds(case.job), w) for w in case.stage_weights]
-    return [planner(case, ALL, rounds(case.job), 1), *weighted]
-
-
-def _planned(case: FabricCase, name: str, phases: list[tuple[Phase, int]], stage_weight: int = 1) -> Circuits:
-    """Circuits between racks."""
-    job, spec, per_rack = case.job, case.spec, case.servers_per_rack
-    racks = -(-job.servers // per_rack)
-    per_pod = spec.pod_nics // (spec.radix // 2)
+def _racks(case: FabricCase) -> Plane:
+    spec, per_rack = case.spec, case.servers_per_rack
+    racks, per_pod = -(-case.job.servers // per_rack), spec.pod_nics // (spec.radix // 2)
+    pod_of = [rack // per_pod for rack in range(racks)]
     uplinks = round(spec.radix // 2 * (1 - spec.lost))
-    plan = plan_pods(
-        demand(job, case.sent, phases, per_rack, stage_weight), [rack // per_pod for rack in range(racks)], uplinks,
-        max(1, round(uplinks * spec.core_share)),
-    )  # fmt: skip
-    return Circuits(name, tuple(sorted(plan.pod + plan.core)), max(split.core for split in plan.splits))
+    most_core = max(1, round(uplinks * spec.core_share))
+    rates = LinkRates(case.job.gpu.nic_busbw_bytes_s)
+    return Plane(per_rack, [uplinks] * racks, lambda directed, ports: pod_links(directed, ports, pod_of, most_core), rates, pod_of)
 
 
-def _panel(case: FabricCase, name: str, phases: list[tuple[Phase, int]], stage_weight: int = 1) -> Circuits:
-    """Circuits between servers, one per NIC."""
+def _panel(case: FabricCase) -> Plane:
+    """One circuit per NIC."""
     job = case.job
     degree = max(2, round(job.gpu.gpus_per_server * (1 - case.spec.lost)))
-    between = per_link(demand(job, case.sent, phases, 1, stage_weight))
-    return Circuits(name, direct(between, [degree] * job.servers), 0)
+    rates = LinkRates(job.gpu.nic_busbw_bytes_s)
+    return Plane(1, [degree] * job.servers, lambda directed, ports: direct(per_link(directed), ports), rates)
 
 
-def _rack_network(case: FabricCase, circuits: Circuits) -> Network:
+def _choose(case: FabricCase, plane: Plane, phases: Sequence[tuple[Phase, int]]) -> Links:
+    asked = planned(case.job, case.sent, phases, plane.servers_per_node)
+    return choose_links(asked, plane.ports, plane.planner, plane.rates, case.spec.shares)
+
+
+def _predicted_s(case: FabricCase, plane: Plane, phase: Phase, links: Links) -> float:
+    """What the phase takes by prediction, computation and its overlap with the experts' transfers included."""
+    job, num = case.job, len(plane.ports)
+    asked = planned(job, case.sent, [(phase, 1)], plane.servers_per_node)
+    network_s = phase_s(asked, links, num, plane.rates)
+    if phase != "execution":
+        return network_s
+    computing, experts = job.slots * compute_s(job), asked[0]
+    return computing + network_s - min(job.spec.overlap * experts.times * run_s(experts, links, num, plane.rates), computing)
+
+
+def _kept(case: FabricCase, plane: Plane) -> Iteration:
+    """One topology, for all phases."""
+    links = _choose(case, plane, rounds(case.job))
+    found = static(case, plane.network(case, links))
+    return found._replace(topology=dict.fromkeys(PHASES, Circuits(ALL, links, plane.core_ports(links))))
+
+
+def switched(case: FabricCase, plane: Plane, *, by_windows: bool = False) -> Iteration:
+    """The iteration with the topologies that the schedule takes by the times that it is predicted to have: one planned for each phase, and one
+    for all of them; with `by_windows` also those that change within the execution."""
     job = case.job
-    return direct_network(DirectSpec(job.servers, case.servers_per_rack, job.gpu.nic_busbw_bytes_s), circuits.links)
+    found = {phase: _choose(case, plane, [(phase, 1)]) for phase in PHASES} | {ALL: _choose(case, plane, rounds(job))}
+    names = list(found)
+    busy = {phase: [_predicted_s(case, plane, phase, links) for links in found.values()] for phase in PHASES}
+    within = _within(case, plane, found["execution"], found[ALL]) if by_windows else None
+    if within:
+        names.append(BY_WINDOWS)
+        for phase in PHASES:
+            busy[phase].append(job.slots * within.plan.period_s if phase == "execution" else inf)
+    costs = {phase: PhaseCost(0.0, tuple(busy[phase])) for phase in PHASES}
+    update: tuple[Phase, ...] = ("execution", "gradients")
+    sequence: list[Phase] = [*(update * job.spec.updates), "weights_send", "weights_local"]
+    plan = schedule([costs[phase] for phase in sequence], case.spec.delay.total_s)
+    chosen: dict[Phase, str] = {phase: names[plan.choices[sequence.index(phase)]] for phase in PHASES}
+    networks: dict[Phase, Network] = {phase: plane.network(case, found[name]) for phase, name in chosen.items() if name in found}
+    phases: dict[Phase, PhaseTime] = {phase: phase_time(job, case.sent, phase, network) for phase, network in networks.items()}
+    topology: dict[Phase, Circuits] = {
+        phase: Circuits(name, found[name], plane.core_ports(found[name])) for phase, name in chosen.items() if name in found
+    }
+    exposed_s, changes = plan.exposed_s, plan.num_switches
+    if within and "execution" not in phases:
+        times = job.spec.updates * job.slots
+        exposed_s, changes = exposed_s + times * within.plan.exposed_s, changes + times * within.plan.num_switches
+        built = [plane.network(case, links) for links in within.candidates]
+        phases = {"execution": windows.execution(job, case.sent, within.windows, within.plan, built), **phases}
+        first = within.candidates[within.plan.choices[0]]
+        topology = {"execution": Circuits(BY_WINDOWS, first, plane.core_ports(first)), **topology}
+    seconds = sum(phases[phase].seconds for phase in sequence) + exposed_s
+    return Iteration(seconds, phases, exposed_s, changes, topology, networks)
 
 
-def _panel_network(case: FabricCase, circuits: Circuits) -> Network:
-    return direct_network(DirectSpec(case.job.servers, 1, case.job.gpu.nic_busbw_bytes_s), circuits.links)
+class Within(NamedTuple):
+    """The windows of a micro-batch, and the circuits that they may have."""
+
+    windows: Sequence[tuple[windows.Kind, Window]]
+    candidates: Sequence[Links]
+    plan: WindowPlan
+
+
+def window_times(case: FabricCase) -> list[tuple[str, int, float]]:
+    """Each kind of window on RFabric's circuits for the execution: its name, how many a micro-batch has, and how long one lasts, by prediction."""
+    plane = _racks(case)
+    links = _choose(case, plane, [("execution", 1)])
+    found: list[tuple[str, int, float]] = []
+    for kind in windows.kinds(case.job, case.sent, plane.servers_per_node):
+        _, window = windows.window(case.job, kind)
+        traffic_s = phase_s(window.operations, links, len(plane.ports), plane.rates)
+        found.append((kind.name, kind.windows, max(window.window_s, window.busy_s(traffic_s))))
+    return found
+
+
+def _within(case: FabricCase, plane: Plane, *candidates: Links) -> Within | None:
+    """None where no change within a micro-batch pays."""
+    job, nodes = case.job, plane.servers_per_node
+    kinds = windows.kinds(job, case.sent, nodes)
+    background = windows.beside(job, case.sent, nodes)
+    own = [
+        choose_links([kind.operation, *background], plane.ports, plane.planner, plane.rates, case.spec.shares)
+        for kind in kinds
+        if kind.operation.directed
+    ]
+    among = tuple(dict.fromkeys((*candidates, *own)))
+    each = windows.micro_batch(job, kinds)
+    plan = plan_windows([window for _, window in each], among, len(plane.ports), plane.rates, case.spec.delay.total_s)
+    return Within(each, among, plan) if plan.num_switches else None
 
 
 FABRICS: Final[Mapping[str, Callable[[FabricCase], Iteration]]] = {
@@ -231,4 +294,5 @@ FABRICS: Final[Mapping[str, Callable[[FabricCase], Iteration]]] = {
     "topoopt-like": one_shot,
     "rfabric": rfabric,
     "rfabric-unweighted": unweighted,
+    "rfabric-layered": layered,
 }

@@ -1,9 +1,10 @@
-"""One RL iteration on a fabric: how long each phase takes on a network, and the bytes by which circuits are planned."""
+"""One RL iteration on a fabric: how long each phase takes on a network, and the operations by which circuits are planned."""
 
-from collections import Counter
 from collections.abc import Sequence
+from math import inf
 from typing import NamedTuple
 
+from rubato.planning import phase_time as planning
 from rubato.sim.net.collectives import Transfer
 from rubato.sim.net.network import FlowsDone, Network, complete, flows
 from rubato.sim.rfabric import job as jobs
@@ -75,20 +76,22 @@ def phase_time(job: FabricJob, sent: Traffic, phase: Phase, network: Network) ->
     return PhaseTime(computing + network_s - min(hidden_s, computing), network_s, tuple(runs))
 
 
-def demand(
-    job: FabricJob, sent: Traffic, phases: Sequence[tuple[Phase, int]], servers_per_node: int, stage_weight: int = 1
-) -> Counter[tuple[int, int]]:
-    """Bytes between nodes over the given phases, each so many times: what planners plan by.
-
-    Within the execution the transfers of experts and of stages take turns, so neither's circuits help the other's time. Planners
-    see bytes alone; `stage_weight` counts those of stages so many times, which gives them more circuits.
-    """
-    found: Counter[tuple[int, int]] = Counter()
+def planned(job: FabricJob, sent: Traffic, phases: Sequence[tuple[Phase, int]], servers_per_node: int) -> list[planning.Operation]:
+    """The operations of the given phases, each so many times, as planners see them: bytes between nodes, and what the NICs take anyway."""
+    nics = job.gpu.gpus_per_server * job.gpu.nic_busbw_bytes_s if servers_per_node > 1 else inf
+    found: list[planning.Operation] = []
     for phase, runs in phases:
         for name, times, transfers in operations(job, sent, phase):
-            weight = times * runs * (stage_weight if name == "stages" else 1)
+            directed: dict[tuple[int, int], float] = {}
+            ends: dict[tuple[int, bool], float] = {}
             for a, b, size in transfers:
                 pair = a // servers_per_node, b // servers_per_node
                 if pair[0] != pair[1]:
-                    found[pair] += int(size * weight)
+                    directed[pair] = directed.get(pair, 0.0) + size
+                if a != b:
+                    ends[a, False] = ends.get((a, False), 0.0) + size
+                    ends[b, True] = ends.get((b, True), 0.0) + size
+            whole = {pair: round(size) for pair, size in directed.items()}
+            floor_s = max(ends.values(), default=0.0) / nics
+            found.append(planning.Operation(whole, times * runs, floor_s, name.startswith(BACKGROUND)))
     return found

@@ -13,7 +13,7 @@ from rubato.runtime.config import Section
 from rubato.runtime.errors import ConfigError
 from rubato.sim.claims import Value
 from rubato.sim.outcome import Cell, LaneSpan, Plot, RunProgress, RunResult, Table
-from rubato.sim.rfabric.fabrics import FABRICS, FabricSpec, Iteration, case
+from rubato.sim.rfabric.fabrics import FABRICS, FabricSpec, Iteration, case, window_times
 from rubato.sim.rfabric.job import Gpus, TrainingSpec, place
 from rubato.sim.scenario import Scenario, ScenarioKind
 
@@ -96,6 +96,8 @@ def run(scenario: ThroughputScenario, progress: RunProgress) -> RunResult:
         "phases": _phases(found), "links": _links(found, scenario.gpus[0]), "circuits": _circuits(found),
         "sensitivity": Table(("variation", "fat_tree_s", *scenario.fabrics), rows),
     }  # fmt: skip
+    if "rfabric-layered" in scenario.fabrics:
+        outcome_tables["windows"] = _windows(scenario)
     plots = {"throughput": Plot("Throughput relative to the fat-tree", lambda f: _draw(f, scenario, found))}
     return RunResult(dict(_figures(scenario, found)), outcome_tables, plots, list(_spans(found)), _notes(scenario, found))
 
@@ -119,8 +121,8 @@ def _links(found: Found, gpus: int) -> Table:
     """Every link that carries bytes in one run of a phase, at one size."""
     rows: list[tuple[Cell, ...]] = []
     for (size, name), iteration in found.items():
-        for phase, time in iteration.phases.items() if size == gpus else ():
-            network = iteration.networks[phase]
+        for phase, network in iteration.networks.items() if size == gpus else ():
+            time = iteration.phases[phase]
             carried = sum((times * done.link_bytes for _, times, done in time.runs), np.zeros(len(network.capacity)))
             for i in np.flatnonzero(carried).tolist():
                 busy = float(carried[i] / network.capacity[i] / time.seconds)
@@ -137,6 +139,16 @@ def _circuits(found: Found) -> Table:
         for (a, b), number in sorted(Counter(topology.links).items())
     ]
     return Table(("gpus", "fabric", "phase", "topology", "node", "other", "circuits"), rows)
+
+
+def _windows(scenario: ThroughputScenario) -> Table:
+    """How long the windows of an execution last, against a change of circuits."""
+    delay_s = scenario.fabric.delay.total_s
+    rows: list[tuple[Cell, ...]] = []
+    for gpus in scenario.gpus:
+        built = case(place(scenario.job, scenario.model, scenario.gpu, gpus), scenario.fabric, scenario.seed)
+        rows += [(gpus, name, number, seconds, delay_s, seconds > delay_s) for name, number, seconds in window_times(built)]
+    return Table(("gpus", "window", "per_micro_batch", "window_s", "change_s", "outlasts"), rows)
 
 
 def _normalised(found: Found, gpus: int, names: tuple[str, ...]) -> list[float]:
@@ -156,6 +168,8 @@ def _figures(scenario: ThroughputScenario, found: Found) -> Iterator[tuple[str, 
             yield f"iteration_s_{name}_{gpus}", found[gpus, name].seconds
         if {*UPPER, *LOWER} <= relative.keys():
             yield f"two_groups_{gpus}", min(relative[n] for n in UPPER) > max(relative[n] for n in LOWER)
+        if {"rfabric", "rfabric-layered"} <= relative.keys():
+            yield f"layered_pays_{gpus}", found[gpus, "rfabric-layered"].seconds < found[gpus, "rfabric"].seconds
         if "rfabric" in relative:
             yield f"exposed_delay_share_{gpus}", found[gpus, "rfabric"].exposed_s / found[gpus, "rfabric"].seconds
 

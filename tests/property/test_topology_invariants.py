@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from rubato.planning.demand import heaviest_first, per_link
-from rubato.planning.multihop import bottleneck, loads
+from rubato.planning.multihop import bottleneck, carried
 from rubato.planning.pods import plan_pods, split
 from rubato.planning.topology import direct, reserve
 from rubato.sim.rfabric.baselines import assignment, greedy, matching
@@ -161,12 +161,12 @@ def test_routes_conserve_bytes(fabric):
     directed, ports = fabric
     links = direct(per_link(directed), ports)
 
-    carried = loads(directed, links, len(ports))
+    over = carried(directed, links, len(ports)).size_bytes
 
-    assert all((min(arc), max(arc)) in links for arc in carried)
+    assert all((min(arc), max(arc)) in links for arc in over)
     for node in range(len(ports)):
-        enters = sum(v for (_, b), v in carried.items() if b == node)
-        leaves = sum(v for (a, _), v in carried.items() if a == node)
+        enters = sum(v for (_, b), v in over.items() if b == node)
+        leaves = sum(v for (a, _), v in over.items() if a == node)
         sinks = sum(v for (_, b), v in directed.items() if b == node)
         sources = sum(v for (a, _), v in directed.items() if a == node)
         assert enters - leaves == pytest.approx(sinks - sources)

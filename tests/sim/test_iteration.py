@@ -9,6 +9,8 @@ import pytest
 from rubato.planning.hardware import GpuSpec
 from rubato.planning.language_model import ModelSpec
 from rubato.runtime.config.overrides import read
+from rubato.sim.net.network import complete
+from rubato.sim.rfabric import iteration
 from rubato.sim.rfabric import job as jobs
 from rubato.sim.rfabric.fabrics import FABRICS, FabricSpec, case
 from rubato.sim.rfabric.job import TrainingSpec, generation_operations, place
@@ -137,22 +139,36 @@ def test_slower_circuit_switches_and_lost_planes_are_never_faster():
     assert seconds("rfabric", {"lost": 0.25}) >= seconds("rfabric") * (1 - 1e-9)
 
 
-def test_one_topology_for_the_whole_job_is_chosen_among_several_as_those_of_the_phases_are():
+def test_one_topology_for_the_whole_job_is_what_a_fabric_that_can_not_change_has():
     chosen = seconds("topoopt-like", gpus=2048)
 
     assert seconds("rfabric", {"delay": {"ocs_s": 120.0}}, gpus=2048) == pytest.approx(chosen, rel=1e-9)
-    large = case(job(gpus=2048), FabricSpec(core_share=1.0))._replace(stage_weights=())
-    assert chosen < 0.9 * FABRICS["topoopt-like"](large).seconds
+    assert chosen < seconds("topoopt-like", {"shares": [1.0]}, gpus=2048)
 
 
-def test_rfabric_without_the_search_over_stage_weights_has_one_topology_per_phase_and_is_slower():
+def test_circuits_shared_by_bytes_as_if_all_ran_at_once_are_slower():
     large = case(job(gpus=2048), FabricSpec(core_share=1.0))
 
-    searched, plain = FABRICS["rfabric"](large), FABRICS["rfabric-unweighted"](large)
+    chosen, plain = FABRICS["rfabric"](large), FABRICS["rfabric-unweighted"](large)
 
-    assert searched.seconds < 0.95 * plain.seconds
-    assert "stages x" in searched.topology["execution"].name
-    assert not any("stages x" in circuits.name for circuits in plain.topology.values())
+    assert chosen.phases["execution"].network_s < 0.8 * plain.phases["execution"].network_s
+    assert chosen.seconds < plain.seconds
+    assert FABRICS["rfabric"](case(job(gpus=2048), FabricSpec(core_share=1.0, shares=(1.0,)))).seconds == plain.seconds
+
+
+@pytest.mark.parametrize("name", ["rfabric", "topoopt-like", "sip", "sip-phased"])
+def test_no_circuits_are_picked_by_what_the_simulation_finds(name, monkeypatch):
+    before = FABRICS[name](case(job(), FabricSpec(core_share=1.0)))
+
+    def worse(network, wanted):
+        done = complete(network, wanted)
+        return done._replace(seconds=done.seconds * (2 + 1e3 * (len(network.capacity) % 7)))
+
+    monkeypatch.setattr(iteration, "complete", worse)
+    after = FABRICS[name](case(job(), FabricSpec(core_share=1.0)))
+
+    assert after.seconds > before.seconds
+    assert after.topology == before.topology
 
 
 def test_the_parts_of_a_delay_add_up():

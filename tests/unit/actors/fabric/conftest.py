@@ -35,11 +35,11 @@ class Scene:
     async def begins(self, phase, traffic=(), in_s=0.0):
         await self.controller.phase_intent(PhaseIntent(phase, self.epoch, in_s, traffic))
 
-    async def iteration(self, rollout_s=1.0, sync_s=0.5):
+    async def iteration(self, rollout_s=1.0, sync_s=0.5, rollout=ROLLOUT, sync=SYNC):
         self.epoch += 1
-        await self.begins("rollout", ROLLOUT)
+        await self.begins("rollout", rollout)
         await asyncio.sleep(rollout_s)
-        await self.begins("weight_sync", SYNC)
+        await self.begins("weight_sync", sync)
         await asyncio.sleep(sync_s)
 
     async def report(self):

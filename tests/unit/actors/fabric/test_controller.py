@@ -15,6 +15,9 @@ from rubato.runtime.messages import BytesCounted, CountBytes
 from rubato.runtime.store.store import Fence, Fenced, StoreUnavailable
 from tests.unit.actors.fabric.conftest import ROLLOUT, SYNC
 
+APART = {"rollout": ROLLOUT[:1], "sync": SYNC[:1]}
+"""Phases that want the same engine's ports, so that no template serves both as fast as its own."""
+
 
 def test_the_first_iteration_waits_for_its_circuits(scene):
     async def play(stage):
@@ -31,11 +34,11 @@ def test_the_first_iteration_waits_for_its_circuits(scene):
 def test_later_iterations_change_ahead_of_time_and_hide_the_delay(scene):
     async def play(stage):
         for _ in range(2):
-            await stage.iteration()
+            await stage.iteration(**APART)
         learned = await stage.report()
 
         for _ in range(10):
-            await stage.iteration()
+            await stage.iteration(**APART)
 
         report = await stage.report()
         assert report.reconfigurations - learned.reconfigurations == 20
@@ -48,10 +51,10 @@ def test_later_iterations_change_ahead_of_time_and_hide_the_delay(scene):
 def test_a_phase_that_comes_early_waits_only_for_what_is_left(scene):
     async def play(stage):
         for _ in range(3):
-            await stage.iteration()
+            await stage.iteration(**APART)
         before = await stage.report()
 
-        await stage.iteration(rollout_s=0.984)
+        await stage.iteration(rollout_s=0.984, **APART)
 
         report = await stage.report()
         assert report.exposed_s - before.exposed_s == pytest.approx(0.006)
@@ -584,5 +587,19 @@ def test_a_phase_that_gains_less_than_its_change_costs_shares_the_circuits_of_an
             await stage.iteration(rollout_s=0.001, sync_s=30)
 
         assert (await stage.report()).reconfigurations - before <= 1
+
+    scene(play)
+
+
+def test_where_one_template_is_as_fast_for_every_phase_it_stays(scene):
+    async def play(stage):
+        for _ in range(2):
+            await stage.iteration()
+        learned = (await stage.report()).reconfigurations
+
+        for _ in range(5):
+            await stage.iteration()
+
+        assert (await stage.report()).reconfigurations - learned <= 1
 
     scene(play)
