@@ -1,7 +1,10 @@
-"""How long new weights take from the trainer to the engines: through a store in buckets, or GPU to GPU in one or two stages."""
+"""How long new weights take from the trainer to the engines: through a store in buckets, from cluster to cluster once per GPU, or by relays."""
+
+from collections import Counter
 
 from pydantic import Field
 
+from rubato.planning.relay import demands
 from rubato.planning.roofline import load_s
 from rubato.runtime.config import Section
 
@@ -64,9 +67,18 @@ class CrossLink(Section):
         """Every one of `copies` receivers gets the whole model across the link."""
         return copies * size_bytes / (streams * self.stream_bytes_s)
 
-    def two_stage_s(self, size_bytes: float, streams: int) -> float:
-        """One copy crosses in shards, then every receiver hands its shard to the others: RollMux, section 5."""
-        cross_s = size_bytes / (streams * self.stream_bytes_s)
-        nodes = -(-streams // self.gpus_per_node)
-        inside = self.relay_bytes_s if nodes > 1 else self.node_bytes_s
-        return cross_s + size_bytes / inside
+    def relayed_s(self, size_bytes: float, gpus: int) -> float:
+        """Each training node's part along the relay tree that planning/relay.py gives it, piece by piece: the fullest way paces. Then the
+        GPUs of a node hand it to each other."""
+        nodes = range(-(-gpus // self.gpus_per_node))
+        rollout = [f"rollout-{node}" for node in nodes]
+        pods = {host: pod for pod in ("train", "rollout") for host in (f"{pod}-{node}" for node in nodes)}
+        ways: Counter[tuple[str, str]] = Counter()
+        for node in nodes:
+            for source, target, part in demands(f"train-{node}", rollout, round(size_bytes / len(nodes)), by_rings=False, pods=pods):
+                ways[source if pods[source] == "rollout" else "", target] += part
+        cross_bytes_s = self.gpus_per_node * self.stream_bytes_s
+        return (
+            max(size / (self.relay_bytes_s if source else cross_bytes_s) for (source, _), size in ways.items())
+            + size_bytes / self.node_bytes_s
+        )

@@ -1,4 +1,4 @@
-"""RollMux, Figure 12: model sync between two clusters by all-gather (veRL) and in two stages, from rates measured elsewhere."""
+"""RollMux, Figure 12: model sync between two clusters by all-gather (veRL) and along the relay trees of the live system, from rates measured elsewhere."""
 
 from typing import Any, Self
 
@@ -47,7 +47,7 @@ def run(scenario: ModelSync, progress: RunProgress) -> RunResult:
         ratios: list[float] = []
         for name, model in scenario.models.items():
             size = model.weight_bytes
-            verl, ours = link.all_gather_s(size, gpus, gpus), link.two_stage_s(size, gpus)
+            verl, ours = link.all_gather_s(size, gpus, gpus), link.relayed_s(size, gpus)
             figures[f"verl_{name}_{gpus}"], figures[f"rollmux_{name}_{gpus}"] = verl, ours
             ratios.append(verl / ours)
             rows += [(name, gpus, "verl", size, verl), (name, gpus, "rollmux", size, ours)]

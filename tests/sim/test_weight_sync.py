@@ -31,12 +31,19 @@ def test_engines_stand_still_for_what_is_not_staged_yet_and_for_loading():
     assert sync.exposed_s(60 * GIB, 2, slack_s=1000) == pytest.approx(3)
 
 
-def test_two_stages_cross_once_and_an_all_gather_crosses_once_per_copy():
+def test_weights_cross_once_by_the_live_tree_and_by_an_all_gather_once_per_copy():
     link = CrossLink(stream_bytes_s=2.0, node_bytes_s=1e9, relay_bytes_s=5.0)
 
     assert link.all_gather_s(160, streams=8, copies=8) == pytest.approx(80)
-    assert link.two_stage_s(160, streams=8) == pytest.approx(10)
-    assert link.two_stage_s(160, streams=16) == pytest.approx(5 + 32)
+    assert link.relayed_s(160, gpus=8) == pytest.approx(10)
+    assert link.relayed_s(160, gpus=16) == pytest.approx(32), "what crosses is passed on as it comes"
+
+
+@pytest.mark.parametrize("gpus", [8, 16, 32, 64])
+def test_the_way_between_clusters_carries_a_version_once_however_many_nodes_they_have(gpus):
+    slow_between = CrossLink(stream_bytes_s=1.0, node_bytes_s=1e12, relay_bytes_s=1e12)
+
+    assert slow_between.relayed_s(800, gpus) == pytest.approx(100)
 
 
 @pytest.mark.parametrize("name", ["modelsync", "rollart_weight_pull"])
