@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 FANOUT = 2
 """Children per host in its pod. A host's link is shared by its children, and each level adds one piece of delay: two loses least on both."""
 
+CHAIN_BYTES = 64 << 20
+"""Per host of a pod: blobs so large go down a chain, where each host's link carries them once. What they are delayed by, a piece of 4 MiB per
+host, is a sixteenth of the whole at most."""
+
 POD = "pod="
 """Of a host's labels, the one that begins so names its pod."""
 
@@ -29,19 +33,20 @@ def pod_of(labels: Iterable[str]) -> str:
     return min((label for label in labels if label.startswith(POD)), default="").removeprefix(POD)
 
 
-def plan(root: str, hosts: Collection[str], pods: Pods = NO_PODS) -> dict[str, str]:
+def plan(root: str, hosts: Collection[str], pods: Pods = NO_PODS, size_bytes: int = 0) -> dict[str, str]:
     """Host → the host it pulls from, for every host but the root.
 
-    Within a pod of n hosts at most ceil(log2(n)) links deep; the first of each further pod pulls from the first of the pod before. Every
-    host that knows the same members finds the same tree, whatever their order, so the tree need not be handed out. When a relay dies, plan
-    again without it: what was pulled already stays pulled.
+    Within a pod of n hosts a chain where the blob is large for it, else at most ceil(log2(n)) links deep; the first of each further pod pulls
+    from the first of the pod before. Every host that knows the same members finds the same tree, whatever their order, so the tree need not
+    be handed out. When a relay dies, plan again without it: what was pulled already stays pulled.
     """
     found: dict[str, str] = {}
     before = ""
     for members in _by_pod(root, hosts, pods):
         if before:
             found[members[0]] = before
-        found |= {host: members[(index - 1) // FANOUT] for index, host in enumerate(members) if index}
+        fanout = 1 if size_bytes >= CHAIN_BYTES * len(members) else FANOUT
+        found |= {host: members[(index - 1) // fanout] for index, host in enumerate(members) if index}
         before = members[0]
     return found
 
@@ -76,7 +81,7 @@ def demands(root: str, hosts: Collection[str], size_bytes: int, *, by_rings: boo
     """What each host sends each other one when `hosts` pull along the tree, or around the ring, that all of them find for themselves."""
     order = _in_order(root, hosts, pods)
     if not by_rings or len(order) == 2:
-        return tuple((parent, child, size_bytes) for child, parent in plan(root, hosts, pods).items())
+        return tuple((parent, child, size_bytes) for child, parent in plan(root, hosts, pods, size_bytes).items())
     ways = (order, (root, *reversed(order[1:])))
     return tuple((source, target, round(size_bytes / 2)) for way in ways for source, target in pairwise(way))
 

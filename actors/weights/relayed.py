@@ -44,7 +44,7 @@ class Relayed:
         if self._by_rings:
             where = ring_sources(self._home, hosts, actor.node, pods)
         else:
-            where = sources(plan(self._home, hosts, pods), actor.node, pods)
+            where = sources(plan(self._home, hosts, pods, delta_bytes or blob.size_bytes), actor.node, pods)
         ways = 2 if self._by_rings and len(where) > 1 else 1
         try:
             reply = await actor.ref(actor.node).ask(PullBlob(*blob, where, ways, delta, delta_bytes), timeout=PULL_S)

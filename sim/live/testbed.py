@@ -210,7 +210,7 @@ class SimulatedTestbed:
     def _sources(self, home: str, host: str) -> tuple[str, ...]:
         if self._by_rings:
             return ring_sources(home, self._hosts, host)[:2]
-        return sources(plan(home, self._hosts), host)[:1]
+        return sources(plan(home, self._hosts, size_bytes=self._size_bytes), host)[:1]
 
     async def _roll_out(self, there: Mapping[str, asyncio.Event]) -> None:
         """Caches come from the next engine once both ends have the weights."""

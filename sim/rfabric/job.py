@@ -3,6 +3,7 @@
 Tensor parallelism fills a server. Servers are numbered as Megatron numbers ranks: context parallel first, then expert, data, pipeline.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import product
 from math import ceil, comb
@@ -12,8 +13,9 @@ from pydantic import AfterValidator, Field
 
 from rubato.planning.hardware import GpuSpec
 from rubato.planning.language_model import BF16, ModelSpec
+from rubato.planning.relay import demands
 from rubato.runtime.config import Section
-from rubato.sim.net.collectives import Transfer, all_to_all, chains, ring_all_reduce_s, ring_hop_bytes, rings
+from rubato.sim.net.collectives import Transfer, all_to_all, ring_all_reduce_s, ring_hop_bytes, rings
 
 GRADIENT = 4
 """Bytes of a gradient: Megatron's distributed optimizer reduces in FP32."""
@@ -200,20 +202,25 @@ def generation_pods(job: FabricJob, pod_servers: int) -> list[list[int]]:
 
 
 def weight_send(job: FabricJob, pods: list[list[int]]) -> list[Transfer]:
-    """Each pod's first server gets the model, its shards from the servers of one replica; pods take turns at replicas."""
-    spec = job.spec
-    shard = job.model.weight_bytes / (spec.expert * spec.pipeline)
-    return [
-        (job.server(0, e, turn % job.data, p), pod[0], shard)
-        for turn, pod in enumerate(pods)
-        for p in range(spec.pipeline)
-        for e in range(spec.expert)
-    ]
+    """The model on its way from pod to pod, in shards from the servers of one replica."""
+    return [hop for hop, between in _weight_hops(job, pods) if between]
 
 
 def weight_local(job: FabricJob, pods: list[list[int]]) -> list[Transfer]:
     """From each pod's first server to the others."""
-    return list(chains(pods, job.model.weight_bytes))
+    return [hop for hop, between in _weight_hops(job, pods) if not between]
+
+
+def _weight_hops(job: FabricJob, pods: list[list[int]]) -> list[tuple[Transfer, bool]]:
+    """Each shard along the relay tree that planning/relay.py finds for the server that has it, and whether that hop is between pods."""
+    spec = job.spec
+    pod_of = {str(server): f"{at:06}" for at, pod in enumerate(pods) for server in pod}
+    shard = round(job.model.weight_bytes / (spec.expert * spec.pipeline))
+    sent: Counter[tuple[str, str]] = Counter()
+    for e, p in _all(spec.expert, spec.pipeline):
+        for source, target, size in demands(str(job.server(0, e, 0, p)), pod_of, shard, by_rings=False, pods=pod_of):
+            sent[source, target] += size
+    return [((int(a), int(b), float(size)), pod_of.get(a) != pod_of[b]) for (a, b), size in sent.items()]
 
 
 def responses(job: FabricJob) -> list[Transfer]:

@@ -1,12 +1,13 @@
 """Relay trees: every host once, shallow, without cycles, whoever is alive."""
 
 from collections import Counter
+from itertools import pairwise
 from math import ceil, log2
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rubato.planning.relay import FANOUT, ancestors, demands, plan, pod_of, ring_sources, sources
+from rubato.planning.relay import CHAIN_BYTES, FANOUT, ancestors, demands, plan, pod_of, ring_sources, sources
 
 hosts = st.sets(st.text("abcdefgh0123456789-", min_size=1, max_size=6), max_size=40)
 
@@ -128,6 +129,28 @@ def test_beside_its_way_up_a_host_looks_in_its_own_pod_first(pods):
         assert sorted(found) == sorted(set(pods) - {host})
         rest = [(host in ancestors(parents, other), pods[other] != pods[host]) for other in found[len(above) :]]
         assert rest == sorted(rest)
+
+
+@given(podded)
+def test_what_is_large_leaves_each_host_once_for_its_pod_and_once_for_the_next(pods):
+    pods |= {"root": "a"}
+
+    parents = plan("root", pods, pods, size_bytes=CHAIN_BYTES * len(pods))
+
+    assert set(parents) == set(pods) - {"root"}
+    left = Counter((parent, pods[parent] == pods[host]) for host, parent in parents.items())
+    assert set(left.values()) <= {1}
+    entered = Counter(pods[host] for host, parent in parents.items() if pods[parent] != pods[host])
+    assert entered == Counter(set(pods.values()) - {"a"})
+
+
+def test_a_chain_is_for_what_is_large_for_the_number_of_hosts():
+    hosts = [f"node-{n}" for n in range(1, 9)]
+
+    large, small = (plan("node-1", hosts, size_bytes=8 * CHAIN_BYTES - less) for less in (0, 1))
+
+    assert large == {host: before for before, host in pairwise(hosts)}
+    assert small == plan("node-1", hosts)
 
 
 def test_names_go_by_their_numbers_and_a_label_names_the_pod():
