@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
@@ -17,7 +18,7 @@ from rubato.runtime.config import Config
 from rubato.runtime.config.compose import load
 from rubato.runtime.errors import ConfigError, RubatoError
 from rubato.runtime.launch.children import die_with_parent
-from tools.fabric_namespaces import Racks
+from tools.fabric_namespaces import HIDDEN, Racks
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -85,6 +86,7 @@ class Job:
         return list(_lines(self.folder / self._racks.names[0] / "metrics.jsonl"))
 
     def _synced(self) -> dict[int, float]:
+        """Seconds by version, from its publication until it was swapped in at every engine."""
         published = {e["version"]: _unix_s(e) for e in self.events(self._racks.names[0], "trainer-1", "weights_published")}
         swapped = [{e["version"]: _unix_s(e) for e in self.events(rack, "engine-*", "weights_swapped")} for rack in self.engines()]
         everywhere = set(published).intersection(*swapped)
@@ -127,7 +129,7 @@ def measure(config: Path, overrides: Sequence[str], mode: str, folder: Path, num
     """One run in `mode` until `num` versions have counted. Raises RubatoError where it can't be."""
     overrides = [*overrides, f"fabric.static={str(mode == 'static').lower()}"]
     checked = load(config, overrides)
-    addresses = _addresses(checked)
+    addresses = addresses_of(checked)
     section = checked.section("fabric")
     with ExitStack() as stack:
         racks = Racks(mode, addresses)
@@ -161,12 +163,34 @@ def measure(config: Path, overrides: Sequence[str], mode: str, folder: Path, num
     }
 
 
-def _addresses(config: Config) -> dict[str, str]:
+def addresses_of(config: Config) -> dict[str, str]:
     """One host per rack. Raises ConfigError."""
     racks = config.section("fabric").racks if config.has("fabric") else {}
     if len(racks) < 2 or any(len(hosts) != 1 for hosts in racks.values()):
         raise ConfigError("The test-bed needs fabric.racks: two or more, with the address of one host each.")
     return {rack: hosts[0] for rack, hosts in racks.items()}
+
+
+def check_places(config: Path, run_dir: Path | None, report: Path | None) -> None:
+    """Raises ConfigError where the runs could not be kept, or a path can't be used from inside the namespaces."""
+    if run_dir and run_dir.exists():
+        raise ConfigError(f"{run_dir} exists. Give another --run-dir.")
+    for path in filter(None, (config, run_dir or Path(tempfile.gettempdir()), report)):
+        if path.resolve().is_relative_to(HIDDEN):
+            raise ConfigError(f"{path} is in {HIDDEN}, which is hidden from the test-bed. Give another place.")
+    if report:
+        _check_file(report)
+
+
+def _check_file(path: Path) -> None:
+    """Raises ConfigError where `path` can't be written, which would be found out only after the runs; leaves nothing there."""
+    existed = path.exists()
+    try:
+        path.open("a").close()
+        if not existed:
+            path.unlink()
+    except OSError as error:
+        raise ConfigError(f"--json {path} can't be written: {error.strerror}. Give another file.") from error
 
 
 def _command(words: Sequence[object]) -> list[str]:

@@ -74,8 +74,8 @@ class Racks:
 
     def make(self, mbps: float | Callable[[str, str], float]) -> None:
         """Links have `mbps`, which may be another one for each two racks, until they are set. Raises NoNamespaces."""
-        for rack, address in zip(self.names, self._addresses, strict=True):
-            self._make_rack(rack, address)
+        for rack in self.names:
+            self._make_rack(rack)
         for a, b in combinations(range(len(self.names)), 2):
             self._join(a, b, mbps(self.names[a], self.names[b]) if callable(mbps) else mbps)
 
@@ -95,11 +95,10 @@ class Racks:
                     found[rack, self.names[int(link["ifname"][3:])]] = link["stats64"]["tx"]["bytes"]
         return found
 
-    def _make_rack(self, rack: str, address: str) -> None:
+    def _make_rack(self, rack: str) -> None:
         name = self.namespace(rack)
         _ip("netns", "add", name)
         _ip("-n", name, "link", "set", "lo", "up")
-        _ip("-n", name, "addr", "add", f"{address}/32", "dev", "lo")
         # BBR, where it is the default, is slow to find out that a circuit came (docs/decisions/0013).
         _run("ip", "netns", "exec", name, "sysctl", "-qw", "net.ipv4.tcp_congestion_control=reno")
 
@@ -108,6 +107,8 @@ class Racks:
         _ip("link", "add", f"to-{b}", "netns", here, "type", "veth", "peer", "name", f"to-{a}", "netns", there)
         for i, j, name in ((a, b, here), (b, a, there)):
             _ip("-n", name, "link", "set", f"to-{j}", "up")
+            if j == (0 if i else 1):  # its first link has the rack's address: what computes together goes by interfaces, and lo is none
+                _ip("-n", name, "addr", "add", f"{self._addresses[i]}/32", "dev", f"to-{j}")
             _run(
                 "tc", "-n", name, "-batch", "-",
                 stdin=f"qdisc add dev to-{j} root handle 1: htb default 1\n"

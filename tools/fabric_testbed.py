@@ -24,8 +24,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from rubato.runtime.errors import ConfigError, RubatoError  # noqa: E402
-from tools.fabric_job import measure  # noqa: E402
-from tools.fabric_namespaces import HIDDEN, enter  # noqa: E402
+from tools.fabric_job import check_places, measure  # noqa: E402
+from tools.fabric_namespaces import enter  # noqa: E402
 
 MODES = ("static", "proactive")
 LEAST_VERSIONS = 3
@@ -52,27 +52,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raises ConfigError where nothing could be measured, or a path can't be used from inside the namespaces."""
+    """Raises ConfigError where nothing could be measured, or a path can't be used."""
     if args.versions < LEAST_VERSIONS:
         raise ConfigError(f"--versions {args.versions} is too few to measure by. Give {LEAST_VERSIONS} or more.")
-    if args.run_dir and args.run_dir.exists():
-        raise ConfigError(f"{args.run_dir} exists. Give another --run-dir.")
-    for path in filter(None, (args.config, args.run_dir or Path(tempfile.gettempdir()), args.json)):
-        if path.resolve().is_relative_to(HIDDEN):
-            raise ConfigError(f"{path} is in {HIDDEN}, which is hidden from the test-bed. Give another place.")
-    if args.json:
-        _check_file(args.json)
-
-
-def _check_file(path: Path) -> None:
-    """Raises ConfigError where `path` can't be written, which would be found out only after the runs; leaves nothing there."""
-    existed = path.exists()
-    try:
-        path.open("a").close()
-        if not existed:
-            path.unlink()
-    except OSError as error:
-        raise ConfigError(f"--json {path} can't be written: {error.strerror}. Give another file.") from error
+    check_places(args.config, args.run_dir, args.json)
 
 
 def _compare(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
