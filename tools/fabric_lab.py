@@ -79,7 +79,7 @@ def roles(config: Config) -> dict[str, str]:
     """Rack → the role that joins there. Raises ConfigError where the racks don't suffice, or can't be joined."""
     home, *racks = addresses_of(config).items()
     if config.bus.host != home[1]:
-        raise ConfigError(f"bus.host is {config.bus.host or 'empty'}, and the lab launches in {home[0]}: set it to {home[1]}.")
+        raise ConfigError(f"bus.host is {config.bus.host}, and the lab launches in {home[0]}: set it to {home[1]}.")
     far = config.section("train").mesh.size - config.actors["trainer_rank"].count if "trainer_rank" in config.actors else 0
     if len(racks) <= far:
         raise ConfigError(
