@@ -18,9 +18,9 @@ REGROUP_S = 2.0
 class Deployment(Spec):
     """One engine: `tp` x `pp` GPUs of one kind that hold one copy of a model.
 
-    The defaults' sources: Frontier's kernel profiles on H800 (bandwidth use 0.72 at TP1; 4 ms between the kernels and the step
-    without CUDA graphs, none assumed with them); Libra's constants (prefill MFU, 3 us per collective, 4 % of KV lost to
-    fragmentation, 1 GB workspace, 256 requests); vLLM's default share of memory.
+    The defaults' sources: Frontier's kernel profiles on H800 (what a layer takes besides reading, at TP1 to TP8); Libra's constants
+    (bandwidth use in decoding, prefill MFU, 3 us per collective, 4 % of KV lost to fragmentation, 1 GB workspace, 256 requests);
+    vLLM's default share of memory.
     """
 
     gpu: GpuSpec
@@ -32,8 +32,16 @@ class Deployment(Spec):
     expert_parallel: bool = False
     """Experts lie whole on the `tp` GPUs, and tokens travel to them, instead of each expert being split."""
     launch_s: float = Field(default=0.0, ge=0)
-    """Host time of a decode step that kernels do not hide: 0.004 without CUDA graphs."""
-    bandwidth_use: float = Field(default=0.72, gt=0, le=1)
+    """Host time of a decode step that kernels do not hide. With CUDA graphs none is published; without them Frontier's profile has
+    0.16 (TP1) to 0.22 ms (TP8) a layer between the kernels and what passes: 0.006 for 32 layers."""
+    bandwidth_use: float = Field(default=0.85, gt=0, le=1)
+    """Of the memory's rate, while a kernel reads: Libra's, and the slope of Frontier's profile from TP1 to TP8."""
+    layer_s: float = Field(default=24.4e-6, ge=0)
+    """What a layer's kernels take at any degree besides reading weights: 18.4 us of those that are split, the mean of what Frontier's
+    profile has beyond their bytes at TP1, 2, 4 and 8 (17.4 to 20.0), and 6.0 us of two norms that each GPU computes whole. So a degree
+    that leaves a GPU few bytes a layer uses little of its bandwidth."""
+    attention_s: float = Field(default=9.8e-6, ge=0)
+    """The least that a layer's attention takes, whatever it reads: 7.4 us and 2.4 us for the new entry, at every degree of that profile."""
     prefill_mfu: float = Field(default=0.55, gt=0, le=1)
     decode_mfu: float = Field(default=0.55, gt=0, le=1)
     """Of the compute that bounds a large decode batch."""
@@ -69,11 +77,13 @@ class Deployment(Spec):
 
 
 class Roofs(NamedTuple):
-    """A decode step's time at one batch size: `fixed_s` and the longer of two roofs, each linear in the tokens held."""
+    """A decode step's time at one batch size: `fixed_s` and the longer of two roofs, in the tokens held."""
 
     fixed_s: float
     memory_s: float
     memory_s_per_token: float
+    attention_s: float
+    """The least that reading what is held takes."""
     compute_s: float
     compute_s_per_token: float
 
@@ -93,7 +103,7 @@ class Roofline:
     def step_s(self, batch: int, context: float) -> float:
         """One decode step of `batch` requests that hold `context` tokens together: memory or compute, whichever is longer."""
         roofs = self._roofs.get(batch) or self._roofs.setdefault(batch, self._roofs_of(batch))
-        memory_s = roofs.memory_s + roofs.memory_s_per_token * context
+        memory_s = roofs.memory_s + max(roofs.attention_s, roofs.memory_s_per_token * context)
         return roofs.fixed_s + max(memory_s, roofs.compute_s + roofs.compute_s_per_token * context)
 
     def prefill_s(self, tokens: int, context: int = 0) -> float:
@@ -137,9 +147,10 @@ class Roofline:
         rate = spec.tp * spec.gpu.hbm_bytes_s * spec.bandwidth_use
         flops_s = spec.num_gpus * spec.gpu.peak_flops * spec.decode_mfu
         return Roofs(
-            fixed_s=spec.launch_s + self._communication_s(micro),
+            fixed_s=spec.launch_s + self._model.layers * spec.layer_s + self._communication_s(micro),
             memory_s=self._weights_read(micro) / rate,
             memory_s_per_token=self._kv_bytes / spec.pp / rate,
+            attention_s=self._model.layers * spec.attention_s,
             compute_s=self._flops * batch / flops_s,
             compute_s_per_token=self._flops_per_context / flops_s,
         )
