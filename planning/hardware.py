@@ -34,6 +34,8 @@ class GpuSpec(Spec):
     nic_bytes_s: float = Field(gt=0)
     nic_busbw_bytes_s: float = Field(gt=0)
     gpus_per_server: int = Field(default=8, ge=1)
+    cpu: bool = False
+    """It is a processor: engines share a host's cores, and none needs a device of its own."""
     usd: float = Field(gt=0)
     """Purchase, the server's share included."""
     usd_per_hour: float | None = Field(default=None, gt=0)

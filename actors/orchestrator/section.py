@@ -70,8 +70,8 @@ def check_orchestrator(job: Job) -> None:
         )
     _check_degrees(section.degrees, engine)
     pools = _pools(job)
-    if engine.pace is None and SWITCH in section.planners:
-        _check_devices(job)
+    if engine.pace is None:
+        _check_devices(job, engine, SWITCH in section.planners)
     if job.bus.host or not pools:
         return  # other hosts may bring as many as it takes; if no engine decodes, the proxy says so
     if all(pool.engines < 2 for pool in pools):
@@ -137,11 +137,19 @@ def _check_degrees(degrees: tuple[int, ...], engine: Any) -> None:
             )
 
 
-def _check_devices(job: Job) -> None:
-    """A real engine can only have more GPUs if its process sees them."""
-    for spec in engine_specs(job).values():
+def _check_devices(job: Job, engine: Any, switches: bool) -> None:
+    """A real engine has the GPUs that its process sees: its own alone, by a pool, which it then can't exchange; or else the host's first."""
+    specs = engine_specs(job).values()
+    unplaced = sum(spec.count for spec in specs if not spec.pools)
+    if unplaced > 1 and not catalog.hardware(engine.hardware).cpu:
+        planners = f" and orchestrator.planners=[{REBALANCE}]" if switches else ""
+        raise ValueError(
+            f"orchestrator.enabled is true, but the {unplaced} engines of kind {engine.kind} have no pool, so all would take the host's first "
+            f"{engine.hardware}: give each its own by a pool with gpus: 1{planners}"
+        )
+    for spec in specs:
         for name, pool in spec.pools.items():
-            if pool.gpus:
+            if pool.gpus and switches:
                 raise ValueError(
                     f"orchestrator.planners has {SWITCH}, but each engine of pool {name} sees {pool.gpus} GPUs and none of the others': "
                     f"set orchestrator.planners=[{REBALANCE}]"

@@ -16,7 +16,7 @@ JOB = {
 }
 
 
-VLLM = ["engine.kind=vllm", "engine.pace=null", "engine.hardware=h100"]
+VLLM = ["engine.kind=vllm", "engine.pace=null", "engine.hardware=xeon-8480"]
 
 
 def test_no_orchestrator_is_started_unless_it_is_enabled():
@@ -33,9 +33,17 @@ def test_no_orchestrator_is_started_unless_it_is_enabled():
         (["engine.kind=vllm", "engine.pace=null"], "on what engine.kind=vllm runs"),
         (["engine.kind=vllm", "engine.pace=null", "engine.hardware=h101"], "'h101' is none of"),
         (["engine.hardware=h100"], "engine.pace models one: leave one of the two out"),
-        ([*VLLM, "orchestrator.degrees=[1, 3]"], "3, into which 4 GPUs, 1 in each engine, can't be divided"),
+        ([*VLLM, "actors.engine.count=3", "orchestrator.degrees=[1, 2]"], "2, into which 3 GPUs, 1 in each engine, can't be divided"),
         ([*VLLM, "engine.vllm.tensor_parallel_size=2", "orchestrator.degrees=[1]"], "1, into which 8 GPUs, 2 in each"),
         ([*VLLM, "orchestrator.degrees=[0]"], "an engine has one GPU at least"),
+        (
+            [*VLLM, "engine.hardware=h100"],
+            "the 4 engines of kind vllm have no pool, so all would take the host's first h100: give each its own",
+        ),
+        (
+            [*VLLM, "engine.hardware=h100", "orchestrator.planners=[rebalance]"],
+            "so all would take the host's first h100: give each its own by a pool with gpus: 1",
+        ),
         (
             [*VLLM, "actors.engine={class: 'rubato.actors.engines.worker:EngineWorker', pools: {near: {count: 2, gpus: 1}}}"],
             "each engine of pool near sees 1 GPUs",
@@ -63,7 +71,15 @@ def test_requests_move_between_engines_of_two_roles_with_one_engine_each():
 
 
 def test_vllm_is_taken_where_the_job_says_on_what_it_runs():
-    job = from_mapping(JOB, ["orchestrator.enabled=true", *VLLM, "orchestrator.degrees=[1, 2, 4]"])
+    job = from_mapping(JOB, ["orchestrator.enabled=true", *VLLM, "orchestrator.degrees=[1, 2]"])
+
+    assert job.members("orchestrator") == ("",)
+
+
+def test_vllm_on_gpus_is_taken_where_each_engine_has_its_own_and_none_changes_its_degree():
+    own = "actors.engine={class: 'rubato.actors.engines.worker:EngineWorker', pools: {near: {count: 2, gpus: 1}}}"
+
+    job = from_mapping(JOB, ["orchestrator.enabled=true", *VLLM, "engine.hardware=h100", own, "orchestrator.planners=[rebalance]"])
 
     assert job.members("orchestrator") == ("",)
 
