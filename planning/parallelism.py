@@ -83,41 +83,44 @@ def coming(
     loads: Sequence[Load],
     num_gpus: int,
     engines: Mapping[int, Roofline],
-    current: Sequence[int] = (),
+    current: Sequence[Instance] = (),
     merges: bool = False,
     steps: int = 1,
     drawn: bool = False,
 ) -> StepPlan:
     """Degrees that finish `loads` first, of `engines` by degree; the `current` ones stay unless others are MARGIN faster, switch included.
 
+    What stays is counted as it is served: each of `current` has its requests, in its order; those of `loads` that none has go, in theirs,
+    where fewest are for the GPUs. What is dealt anew is served longest first.
+
     Where `steps` like this one will have these degrees, the switch is counted as that share of its time in each.
 
     Where `within` will be asked during the step, `merges` counts with it: then small instances may begin what large ones end.
 
-    Where lengths are `drawn`, it is not known which request is the long one: instances that are alike get as many each.
+    Where lengths are `drawn`, it is not known which request is the long one: instances get as many for each of their GPUs, and no order.
 
     Degrees that are powers of two fill servers without a rest, so none of these crosses one. Raises ValueError where no division of the GPUs
     holds every request.
     """
-    ordered = sorted(loads, key=lambda load: (-load.remaining, load))
-    ways = {*divisions(num_gpus, sorted(engines)), *([tuple(sorted(current))] if current else [])}
-    dealt = sorted(
-        (_deal(ordered, way, engines, _starts(way, engines, current, steps)) for way in ways), key=lambda each: (each.seconds, each.degrees)
-    )
-    stay = next((each for each in dealt if each.degrees == tuple(sorted(current))), None)
-    finalists = {each.degrees: each for each in (*dealt[:FINALISTS], *([stay] if stay else []))}
-    refined = {way: _refine(each, engines) for way, each in sorted(finalists.items())}
+    degrees = tuple(sorted(each.degree for each in current))
+    shares = _even if drawn else _deal
+    ordered = _begun_first(loads) if drawn else sorted(loads, key=lambda load: (-load.remaining, load))
+    ways = {*divisions(num_gpus, sorted(engines))} - {degrees}
+    dealt = [shares(ordered, way, engines, _starts(way, engines, degrees, steps)) for way in ways]
+    dealt = sorted([*dealt, *([_standing(current, loads, engines)] if current else [])], key=lambda each: (each.seconds, each.degrees))
+    finalists = [*dealt[:FINALISTS], *(each for each in dealt[FINALISTS:] if each.degrees == degrees)]
+    refined = {each.degrees: each if drawn else _refine(each, engines) for each in finalists}
     if merges:
         alike = {each.degrees: each for each in dealt if each.degrees[0] == each.degrees[-1]}
         refined = {way: _ending(each, engines) for way, each in sorted((alike | refined).items())}
     best = min(refined.values(), key=lambda each: (each.seconds, each.degrees), default=None)
     if best is None or best.seconds == float("inf"):
         raise ValueError(f"{num_gpus} GPUs as instances of {sorted(engines)} can't hold every request; give more GPUs or a larger degree")
-    kept = refined.get(tuple(sorted(current)))
+    kept = refined.get(degrees)
     if kept and kept.seconds <= best.seconds / (1 - MARGIN):
-        return _plan(kept, False, drawn, f"{_named(kept.degrees)} stay: {kept.seconds:.1f} s, {_named(best.degrees)} {best.seconds:.1f} s")
+        return _plan(kept, False, f"{_named(kept.degrees)} stay: {kept.seconds:.1f} s, {_named(best.degrees)} {best.seconds:.1f} s")
     versus = f" with the switch, {_named(kept.degrees)} {kept.seconds:.1f} s" if kept else ""
-    return _plan(best, bool(current), drawn, f"{_named(best.degrees)}: {best.seconds:.1f} s{versus}")
+    return _plan(best, bool(current), f"{_named(best.degrees)}: {best.seconds:.1f} s{versus}")
 
 
 def within(instances: Sequence[Instance], engines: Mapping[int, Roofline]) -> SwitchPlan:
@@ -229,6 +232,36 @@ def _longest_first(loads: Sequence[Load]) -> tuple[Load, ...]:
     return tuple(sorted(loads, key=lambda load: (not load.cached, -load.remaining, load)))
 
 
+def _begun_first(loads: Sequence[Load]) -> list[Load]:
+    """Those whose cache is there go on; the rest begin in their order."""
+    return sorted(loads, key=lambda load: not load.cached)
+
+
+def _standing(current: Sequence[Instance], loads: Sequence[Load], engines: Mapping[int, Roofline]) -> _Dealt:
+    """As it is; what none of `current` has yet comes to the one with fewest requests for its GPUs."""
+    instances = sorted(current, key=lambda each: (each.degree, each.name))
+    here = {load.name for each in instances for load in each.loads}
+    return _dealt_in_turn(instances, [load for load in loads if load.name not in here], engines)
+
+
+def _even(ordered: Sequence[Load], degrees: tuple[int, ...], engines: Mapping[int, Roofline], starts: Sequence[float]) -> _Dealt:
+    """As many to each instance for its GPUs, in turn."""
+    empty = [Instance(f"{place:04d}", degree, start_s=starts[place]) for place, degree in enumerate(degrees)]
+    return _dealt_in_turn(empty, ordered, engines)
+
+
+def _dealt_in_turn(instances: Sequence[Instance], more: Sequence[Load], engines: Mapping[int, Roofline]) -> _Dealt:
+    queues = [list(each.loads) for each in instances]
+    heap = [(len(queue) / each.degree, place) for place, (each, queue) in enumerate(zip(instances, queues, strict=True))]
+    heapify(heap)
+    for load in more:
+        _, place = heap[0]
+        queues[place].append(load)
+        heapreplace(heap, (len(queues[place]) / instances[place].degree, place))
+    full = tuple(each._replace(loads=tuple(queue)) for each, queue in zip(instances, queues, strict=True))
+    return _Dealt(max((each.through_s(engines) for each in full), default=0.0), tuple(each.degree for each in full), full)
+
+
 def _deal(ordered: Sequence[Load], degrees: tuple[int, ...], engines: Mapping[int, Roofline], starts: Sequence[float]) -> _Dealt:
     """Each of `ordered`, longest first, to the instance that would be through first with it.
 
@@ -321,11 +354,8 @@ def _ending(dealt: _Dealt, engines: Mapping[int, Roofline]) -> _Dealt:
     return dealt._replace(seconds=min(dealt.seconds, max(others_s, merged_s)))
 
 
-def _plan(found: _Dealt, switched: bool, drawn: bool, why: str) -> StepPlan:
+def _plan(found: _Dealt, switched: bool, why: str) -> StepPlan:
     assigned = tuple(tuple(load.name for load in each.loads) for each in found.instances)
-    if drawn and len(set(found.degrees)) == 1:
-        names = sorted(name for part in assigned for name in part)
-        assigned = tuple(tuple(names[place :: len(assigned)]) for place in range(len(assigned)))
     return StepPlan(found.degrees, assigned, found.seconds, switched, why)
 
 

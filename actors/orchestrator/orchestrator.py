@@ -217,8 +217,8 @@ class Orchestrator(Actor):
         return await self._carry_out(changes, surveyed)
 
     async def _step_plan(self, server: GpuGroup, requests: Sequence[RequestSeen], lengths: Mapping[str, Remaining]) -> Reshape | None:
-        loads = [_load(each, lengths, server.profile.scale) for each in requests]
-        current = [each.degree for each in server.engines if not each.asleep]
+        loaded = partial(_load, left=lengths, scale=server.profile.scale)
+        loads, current = [*map(loaded, requests)], instances([server], requests, loaded)
         planned = partial(coming, loads, server.gpus, self._speeds.of(server), current, merges=True, steps=HORIZON)
         try:
             plan = await self.offload(partial(planned, drawn=not self._lengths.known))

@@ -87,7 +87,27 @@ class DriftScenario(Scenario):
     drift: Drift
     pace: Pace = Pace()
     arms: tuple[Arm, ...] = Field(min_length=1)
-    """The first is the whole, whose gain is the headline's; the others its parts and the oracle."""
+    """The first is the whole, whose gain is the headline's; the others its parts and the oracle. All begin with the best static degree."""
+    begins: tuple[int, ...] = ()
+    """Degrees with which the whole and the oracle begin as well."""
+    over_training: float = Field(default=1.0, gt=0)
+    """Seconds of a baseline's generation for each of its training: what the whole job gains over that baseline is counted with it."""
+
+
+class Baseline(NamedTuple):
+    """A configuration that never changes; in `chunks`, each instance gets whole prompts that follow one another, as verl deals them."""
+
+    degree: int
+    chunks: bool
+
+    @property
+    def name(self) -> str:
+        """In figures."""
+        return f"tp{self.degree}" + "_chunks" * self.chunks
+
+    @property
+    def said(self) -> str:
+        return f"TP{self.degree}" + ", prompts in chunks" * self.chunks
 
 
 class DriftDone(NamedTuple):
@@ -111,11 +131,16 @@ def engines_of(model: ModelSpec, gpu: GpuSpec, degrees: Sequence[int], use: Engi
     }
 
 
-def static(engines: Mapping[int, Roofline], gpus: int, degree: int, drift: Drift, seed: int, pace: Pace) -> DriftDone:
+def static(engines: Mapping[int, Roofline], gpus: int, baseline: Baseline, drift: Drift, seed: int, pace: Pace) -> DriftDone:
     """Every step on instances of one degree, each of which gets as many requests."""
-    arm = Arm(name=f"tp{degree}")
-    degrees = (degree,) * (gpus // degree)
-    return DriftDone(tuple(StepRun(engines, arm, pace, None).run(drift.batch(seed, step), degrees) for step in drift.simulated))
+    arm, degrees = Arm(name=baseline.name), (baseline.degree,) * (gpus // baseline.degree)
+    steps = (StepRun(engines, arm, pace, None).run(drift.batch(seed, step), degrees, baseline.chunks) for step in drift.simulated)
+    return DriftDone(tuple(steps))
+
+
+def job_s(generation: DriftDone, training_s: Sequence[float]) -> float:
+    """Of a job whose training overlaps the next generation: one step of staleness, as OrchestrRL's."""
+    return sum(max(step.seconds, trained_s) for step, trained_s in zip(generation.steps, training_s, strict=True))
 
 
 def planned(
@@ -140,43 +165,61 @@ def planned(
 
 
 def run(scenario: DriftScenario, progress: RunProgress) -> RunResult:
-    s, total = scenario, len(scenario.degrees) + len(scenario.arms)
+    s = scenario
+    baselines = [Baseline(degree, chunks) for chunks in (False, True) for degree in s.degrees]
+    again = [arm for arm in s.arms if arm is s.arms[0] or arm.knows]
+    total = len(baselines) + len(s.arms) + len(s.begins) * len(again)
     engines = engines_of(s.model, s.gpu, s.degrees, s.engine)
-    fixed: dict[int, DriftDone] = {}
-    for degree in s.degrees:
-        progress(len(fixed), total, f"static TP{degree}")
-        fixed[degree] = static(engines, s.gpus, degree, s.drift, s.seed, s.pace)
-    best = min(fixed, key=lambda degree: (fixed[degree].seconds, degree))
+    fixed: dict[Baseline, DriftDone] = {}
+    for each in baselines:
+        progress(len(fixed), total, f"static {each.said}")
+        fixed[each] = static(engines, s.gpus, each, s.drift, s.seed, s.pace)
+    best = min(fixed, key=lambda each: (fixed[each].seconds, each))
+    arms = [(arm.name, best.degree, arm) for arm in s.arms]
+    arms += [(f"{arm.name}_from_tp{degree}", degree, arm) for degree in s.begins for arm in again]
     found: dict[str, DriftDone] = {}
     forecast = cache(partial(s.drift.forecast, s.seed))
-    for arm in s.arms:
-        progress(len(fixed) + len(found), total, arm.name)
-        found[arm.name] = planned(engines, (best,) * (s.gpus // best), arm, s.drift, s.seed, s.pace, forecast)
+    for name, degree, arm in arms:
+        progress(len(fixed) + len(found), total, name)
+        found[name] = planned(engines, (degree,) * (s.gpus // degree), arm, s.drift, s.seed, s.pace, forecast)
+    figures = dict(_figures(s, fixed, best, found))
     return RunResult(
-        figures=dict(_figures(s, fixed, best, found)),
+        figures=figures,
         tables={
             "phases": Table(("arm", "step", "factor", "seconds", "ended_90_s", "degrees_at_end"), list(_rows(s, fixed, found))),
             "plans": Table(("arm", "step", "why"), list(_plans(s, found))),
         },
         plots={"generation": Plot("Generation per step", lambda figure: _draw(figure, s, fixed, found))},
         notes=(
-            f"best static configuration: TP{best}; the others: "
-            + ", ".join(f"TP{degree} {done.seconds:.0f} s" for degree, done in fixed.items()),
-            "throughput of generation, the stage that bounds the job; training is not simulated here",
+            f"generation, best static configuration: {best.said}; "
+            + ", ".join(f"{each.said} {done.seconds:.0f} s" for each, done in fixed.items()),
+            *_notes(s, fixed, found, figures),
+            f"a job gains where generation bounds it: training is not simulated, a step's takes a baseline's generation / {s.over_training:g}, "
+            "by the tokens of the step",
         ),
     )
 
 
-def _figures(s: DriftScenario, fixed: Mapping[int, DriftDone], best: int, found: Mapping[str, DriftDone]) -> Iterator[tuple[str, Value]]:
-    yield "best_static_degree", float(best)
-    for degree, done in fixed.items():
-        yield f"static_tp{degree}_s", done.seconds
+def _figures(
+    s: DriftScenario, fixed: Mapping[Baseline, DriftDone], best: Baseline, found: Mapping[str, DriftDone]
+) -> Iterator[tuple[str, Value]]:
+    yield "best_static_degree", float(best.degree)
+    for each, done in fixed.items():
+        yield f"static_{each.name}_s", done.seconds
+    tokens = [sum(each.shown + each.tokens for each in s.drift.batch(s.seed, step)) for step in s.drift.simulated]
     for name, done in found.items():
-        yield f"{name}_gain", fixed[best].seconds / done.seconds
+        yield f"{name}_s", done.seconds
         yield f"{name}_switches", float(done.use.switches)
         yield f"{name}_moves", float(done.use.moves)
-        for degree in s.degrees:
-            yield f"{name}_over_tp{degree}", fixed[degree].seconds / done.seconds
+        for each, base in fixed.items():
+            yield f"{name}_over_{each.name}", base.seconds / done.seconds
+            trained = base.seconds / s.over_training / sum(tokens)
+            training_s = [trained * num for num in tokens]
+            job_gain = job_s(base, training_s) / job_s(done, training_s)
+            yield f"{name}_job_over_{each.name}", job_gain
+            if each is best:
+                yield f"{name}_gain", base.seconds / done.seconds
+                yield f"{name}_job_gain", job_gain
     whole, *parts = (found[arm.name] for arm in s.arms if not arm.knows)
     yield "whole_beats_each_part", all(whole.seconds <= part.seconds for part in parts)
     steps = list(zip(fixed[best].steps, whole.steps, strict=True))
@@ -184,8 +227,21 @@ def _figures(s: DriftScenario, fixed: Mapping[int, DriftDone], best: int, found:
     yield "no_step_slower", all(ours.seconds <= 1.03 * theirs.seconds for theirs, ours in steps)
 
 
-def _rows(s: DriftScenario, fixed: Mapping[int, DriftDone], found: Mapping[str, DriftDone]) -> Iterator[tuple[Cell, ...]]:
-    arms = {f"static TP{degree}": done for degree, done in fixed.items()} | dict(found)
+def _notes(
+    s: DriftScenario, fixed: Mapping[Baseline, DriftDone], found: Mapping[str, DriftDone], figures: Mapping[str, Value]
+) -> Iterator[str]:
+    """What each arm that is the whole, or knows the lengths, gains over each baseline."""
+    wholes = [name for name in found if name.split("_")[0] in {s.arms[0].name, *(arm.name for arm in s.arms if arm.knows)}]
+    for each in fixed:
+        gains = (
+            f"{name.replace('_', ' ')} {float(figures[f'{name}_over_{each.name}']):.2f} (job {float(figures[f'{name}_job_over_{each.name}']):.2f})"
+            for name in wholes
+        )
+        yield f"generation over {each.said}: {', '.join(gains)}"
+
+
+def _rows(s: DriftScenario, fixed: Mapping[Baseline, DriftDone], found: Mapping[str, DriftDone]) -> Iterator[tuple[Cell, ...]]:
+    arms = {f"static {each.said}": done for each, done in fixed.items()} | dict(found)
     for name, done in arms.items():
         for step, one in zip(s.drift.simulated, done.steps, strict=True):
             most = one.ended_s[int(0.9 * len(one.ended_s))]
@@ -198,11 +254,11 @@ def _plans(s: DriftScenario, found: Mapping[str, DriftDone]) -> Iterator[tuple[C
             yield from ((name, step, why) for why in one.why)
 
 
-def _draw(figure: Any, s: DriftScenario, fixed: Mapping[int, DriftDone], found: Mapping[str, DriftDone]) -> None:
+def _draw(figure: Any, s: DriftScenario, fixed: Mapping[Baseline, DriftDone], found: Mapping[str, DriftDone]) -> None:
     axes = figure.subplots()
     factors = [s.drift.factor(step) for step in s.drift.simulated]
-    for degree, done in fixed.items():
-        axes.plot(factors, [step.seconds for step in done.steps], "--", label=f"static TP{degree}")
+    for each, done in fixed.items():
+        axes.plot(factors, [step.seconds for step in done.steps], "--", label=f"static {each.said}")
     for name, done in found.items():
         axes.plot(factors, [step.seconds for step in done.steps], marker="o", label=name)
     axes.set(xlabel="lengths over those of Figure 2a", ylabel="s", xscale="log", yscale="log")

@@ -64,12 +64,13 @@ class StepRun:
         self._why: list[str] = []
         self._looked_s = 0.0
 
-    def run(self, responses: Sequence[Response], degrees: Sequence[int]) -> StepDone:
-        """All of them, as many on each instance of `degrees` to begin with."""
+    def run(self, responses: Sequence[Response], degrees: Sequence[int], chunks: bool = False) -> StepDone:
+        """All of them, as many on each instance of `degrees` to begin with: in turn, or in `chunks`, so that a prompt's stay together."""
         pool = self._pool
         pool.responses = {each.name: each for each in responses}
-        seats = self._place(degrees)
-        pool.take(responses, {each.name: seats[number % len(seats)] for number, each in enumerate(responses)})
+        seats, num = self._place(degrees), len(responses)
+        at = {each.name: seats[number * len(seats) // num if chunks else number % len(seats)] for number, each in enumerate(responses)}
+        pool.take(responses, at)
         pool.timeline.start(self._keep_on())
         seconds = pool.run()
         ends = tuple(sorted(pool.done.values()))
@@ -106,10 +107,10 @@ class StepRun:
         return [change for change in found if change is not None]
 
     def _step_plan(self, server: Sequence[Instance]) -> Regroup | None:
-        loads, current = [load for each in server for load in each.loads], [each.degree for each in server]
+        loads, gpus = [load for each in server for load in each.loads], sum(each.degree for each in server)
         if not loads:
             return None
-        plan = coming(loads, sum(current), self._engines, current, self._arm.within, HORIZON, drawn=not self._arm.knows)
+        plan = coming(loads, gpus, self._engines, server, self._arm.within, HORIZON, drawn=not self._arm.knows)
         self._why.append(f"{self._pool.timeline.now:.1f} s: {plan.why}")
         return regroup(server, plan) if plan.switched else None
 

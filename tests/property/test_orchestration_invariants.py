@@ -65,7 +65,8 @@ def test_one_more_request_never_brings_an_engine_through_earlier_and_more_bandwi
 @given(loads, st.integers(1, 16), st.sampled_from(((), (1, 1), (2,), (2, 4), (8,))), st.sampled_from((1, 2, 8)))
 def test_a_step_s_plan_uses_all_gpus_holds_each_request_once_and_is_no_slower_than_any_even_one(own, num_gpus, current, steps):
     num_gpus = sum(current) or num_gpus
-    plan = coming(own, num_gpus, ENGINES, current, steps=steps)
+    there = [Instance(f"e{at}", degree, tuple(own[at :: len(current)])) for at, degree in enumerate(current)]
+    plan = coming(own, num_gpus, ENGINES, there, steps=steps)
 
     assert sum(plan.degrees) == num_gpus
     assert list(plan.degrees) == sorted(plan.degrees)
@@ -73,7 +74,7 @@ def test_a_step_s_plan_uses_all_gpus_holds_each_request_once_and_is_no_slower_th
     assert len(plan.assigned) == len(plan.degrees)
     assert plan.switched == (bool(current) and Counter(plan.degrees) != Counter(current))
     assert plan.why
-    assert coming(own[::-1], num_gpus, ENGINES, current[::-1], steps=steps) == plan
+    assert coming(own[::-1], num_gpus, ENGINES, there[::-1], steps=steps) == plan
     if not current:
         assert coming(own, num_gpus, ENGINES) == plan
     if not current and own:

@@ -86,6 +86,7 @@ def least_max(columns: list[tuple[tuple[int, ...], tuple[int, ...], float]], sum
             LinearConstraint(used, [least for least, _ in sums], [most for _, most in sums]),
             LinearConstraint(longest, -np.inf, 0),
         ],
+        options={"mip_rel_gap": 0.0},
     )
     assert found.success, found.message
     return float(found.fun)

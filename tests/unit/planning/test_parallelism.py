@@ -1,5 +1,6 @@
 """Degrees of parallelism and moves: what the planners do on loads whose best answer is known."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,11 @@ ENGINES = {degree: engine(degree) for degree in (1, 2, 4, 8)}
 
 def many(num: int, remaining: float, cached: int = 0, prefix: str = "r") -> tuple[Load, ...]:
     return tuple(Load(f"{prefix}{i}", 500, remaining, cached) for i in range(num))
+
+
+def standing(degrees: Sequence[int], loads: Sequence[Load]) -> list[Instance]:
+    """Instances that took `loads` in turn, as they came."""
+    return [Instance(f"e{at}", degree, tuple(loads[at :: len(degrees)])) for at, degree in enumerate(degrees)]
 
 
 def test_two_requests_of_one_length_take_a_step_of_two_per_token():
@@ -53,15 +59,44 @@ def test_many_short_requests_are_served_by_small_instances_and_few_long_ones_by_
 def test_a_step_keeps_its_degrees_where_others_promise_little():
     loads = many(64, 1000)
     best = coming(loads, 8, ENGINES)
-    kept = coming(loads, 8, ENGINES, current=best.degrees)
+    kept = coming(loads, 8, ENGINES, current=standing(best.degrees, loads))
 
     assert (kept.degrees, kept.switched) == (best.degrees, False)
     assert "stay" in kept.why
 
 
+def test_what_stays_is_counted_in_the_order_in_which_its_engine_serves_it():
+    slots = {degree: engine(degree, num_slots=8) for degree in (4, 8)}
+    last = (*many(44, 500), *many(4, 6000, prefix="t"))
+    kept = coming(last, 8, slots, [Instance("a", 8, last)])
+
+    assert kept.predicted_s == pytest.approx(finish_s(last, slots[8]))
+    assert kept.predicted_s > 1.05 * coming(last, 8, {8: slots[8]}).predicted_s
+
+
+def test_where_lengths_are_drawn_instances_get_as_many_for_each_gpu_and_a_queue_in_the_order_of_arrival():
+    loads = [Load(f"r{i:02d}", 500, 300.0 * (i % 7 + 1)) for i in range(60)]
+    one, two = {4: engine(4, num_slots=4)}, {2: engine(2, num_slots=4), 4: engine(4, num_slots=4)}
+
+    [names] = coming(loads, 4, one, drawn=True).assigned
+    mixed = coming(loads, 6, two, drawn=True)
+
+    assert list(names) == [load.name for load in loads]
+    assert coming(loads, 4, one, drawn=True).predicted_s == pytest.approx(finish_s(loads, one[4]))
+    assert [len(part) for part in mixed.assigned] == [10 * degree for degree in mixed.degrees]
+
+
+def test_what_waits_for_any_engine_comes_to_the_one_with_fewest():
+    loads = many(3, 6000)
+    plan = coming(loads, 2, {1: ENGINES[1]}, [Instance("a", 1, loads[:1]), Instance("b", 1)])
+
+    assert sorted(map(len, plan.assigned)) == [1, 2]
+    assert not plan.switched
+
+
 def test_a_switch_that_one_step_does_not_pay_is_made_where_several_do():
     loads = many(4, 200)
-    once, often = (coming(loads, 8, ENGINES, current=(1,) * 8, steps=steps) for steps in (1, 4))
+    once, often = (coming(loads, 8, ENGINES, current=standing((1,) * 8, loads), steps=steps) for steps in (1, 4))
 
     assert not once.switched
     assert often.switched
@@ -69,8 +104,7 @@ def test_a_switch_that_one_step_does_not_pay_is_made_where_several_do():
 
 
 def test_a_switch_between_steps_is_made_where_it_pays_and_not_where_its_cost_is_above_the_gain():
-    long = coming(many(4, 8000), 8, ENGINES, current=(1,) * 8)
-    short = coming(many(4, 100), 8, ENGINES, current=(1,) * 8)
+    long, short = (coming(loads, 8, ENGINES, current=standing((1,) * 8, loads)) for loads in (many(4, 8000), many(4, 100)))
 
     assert long.switched
     assert "with the switch, TP1 x 8" in long.why
@@ -103,8 +137,8 @@ def test_a_merge_waits_while_many_run_and_is_made_when_the_tail_is_left():
 
 
 def test_a_step_whose_tail_is_merged_later_begins_with_smaller_instances():
-    loads = [*many(4000, 1000), *many(16, 9000, prefix="t")]
-    alone, merging = (coming(loads, 32, ENGINES, merges=merges) for merges in (False, True))
+    loads, two = [*many(1200, 1000), *many(4, 16000, prefix="t")], {degree: ENGINES[degree] for degree in (2, 8)}
+    alone, merging = (coming(loads, 8, two, merges=merges) for merges in (False, True))
 
     assert merging.degrees[0] < alone.degrees[0]
     assert merging.predicted_s < alone.predicted_s
@@ -136,8 +170,8 @@ def test_where_engines_start_anew_a_split_costs_two_starts_and_a_merge_one():
 
 def test_where_engines_start_anew_a_step_of_more_instances_begins_after_two_starts():
     anew = {degree: engine(degree, restart_s=2.0) for degree in (2, 4, 8)}
-    split = coming(many(2000, 1000), 8, anew, current=(8,))
-    merged = coming(many(4, 8000), 8, anew, current=(2,) * 4)
+    split = coming(many(2000, 1000), 8, anew, current=[Instance("a", 8)])
+    merged = coming(many(4, 8000), 8, anew, current=standing((2,) * 4, ()))
 
     assert (split.degrees, merged.degrees) == ((2,) * 4, (8,))
     assert split.predicted_s == pytest.approx(coming(many(2000, 1000), 8, anew).predicted_s + 4.0)
