@@ -31,7 +31,7 @@ from tests.simulation.test_proxy_on_the_bus import Asker, Cluster
 from tests.virtual import virtual
 
 STOP = 1
-LONG, SHORT = 1500, 40
+LONG, SHORT = 1950, 40
 FABRIC = FabricSection(enabled=True, ports=16, reconfiguration_s=0.05)
 WORKER = EngineWorker.Config(
     engine=EngineSection(
