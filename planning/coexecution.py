@@ -13,6 +13,7 @@ from itertools import combinations
 from typing import Final, NamedTuple
 from zlib import crc32
 
+from rubato.planning.consolidation import RolloutTail
 from rubato.planning.round_robin import WARM, PhasedJob, StepTimes, overloaded, slowdowns
 
 WORST_WINDOWS: Final = 12
@@ -81,6 +82,7 @@ class JobProfile(NamedTuple):
     """To stop and start elsewhere, with its states from storage."""
     seen: tuple[StepTimes, ...] = ()
     """Its latest steps, as they would have gone alone."""
+    tail: RolloutTail = RolloutTail()
 
     @property
     def longest(self) -> StepTimes:
@@ -263,7 +265,13 @@ def phased(pinned: PinnedJob, group: CoexecutionGroup, steps: Sequence[StepTimes
     job, scale = pinned.job, _scale(pinned.job, group)
     rollout_s, train_s = (cluster.rollout.switch_s, cluster.train.switch_s) if len(group.jobs) > 1 else (0.0, 0.0)
     inside = [StepTimes(s.environment, s.rollout + rollout_s, s.train * scale + train_s) for s in steps]
-    return PhasedJob(inside, [sum(step) for step in steps], pinned.nodes, job.cores)
+    return PhasedJob(inside, [sum(step) for step in steps], pinned.nodes, job.cores, _after(job, rollout_s, cluster))
+
+
+def _after(job: JobProfile, switch_s: float, cluster: SharedCluster) -> RolloutTail:
+    """The job's tail, of a rollout that begins with so many seconds of loading."""
+    whole = planned(job, cluster).rollout
+    return job.tail._replace(begins=(switch_s + job.tail.begins * whole) / (switch_s + whole))
 
 
 def planned(job: JobProfile, cluster: SharedCluster) -> StepTimes:
@@ -299,7 +307,7 @@ def _scale(job: JobProfile, group: CoexecutionGroup) -> float:
 def _node_loads(group: CoexecutionGroup, cluster: SharedCluster) -> dict[int, float]:
     loads = dict.fromkeys(group.nodes, 0.0)
     for pinned in group.jobs:
-        seconds = planned(pinned.job, cluster).rollout
+        seconds = pinned.job.tail.held * planned(pinned.job, cluster).rollout
         for node in pinned.nodes:
             loads[node] += seconds
     return loads

@@ -8,6 +8,22 @@ TAIL = 0.2
 """Share of a step's rollouts that is its tail: at 80 % the rest is moved together."""
 
 
+class RolloutTail(NamedTuple):
+    """What a job's last responses are beside its whole rollout, once another job waits for its nodes."""
+
+    begins: float = 1.0
+    """Share of the rollout after which they move together and the other engines are the next job's; 1 where nothing moves."""
+    kept: float = 0.0
+    """Share of the nodes' engines that they keep."""
+    slower: float = 1.0
+    """Their time on those engines over their time where they were."""
+
+    @property
+    def held(self) -> float:
+        """Share of its own time that the rollout takes of its nodes."""
+        return self.begins + (1 - self.begins) * self.slower * self.kept
+
+
 class Consolidation(NamedTuple):
     """`kept` engines run on; each request of the others goes to one of them."""
 

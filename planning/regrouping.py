@@ -2,12 +2,13 @@
 
 RollMux (arXiv 2512.11306) never moves a job, so that what departures leave stays until the last job of a group is done. A move stops a job
 and starts it cold elsewhere: its time is lost and its own nodes are paid meanwhile, and its bound must hold over the steps left all the same.
+Whoever is slowed by it pays for its share of the nodes longer, and the group that it comes to is kept for as long as it stays.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from rubato.planning.coexecution import CoexecutionGroup, JobProfile, PinnedJob, SharedCluster, admit, share
+from rubato.planning.coexecution import CoexecutionGroup, JobProfile, PinnedJob, SharedCluster, admit, keeps, share
 
 HOUR_S = 3600.0
 
@@ -94,6 +95,7 @@ def _dissolved(
     moves: list[JobMove] = []
     hours = max(left_s[pinned.job.name] for pinned in source.jobs) / HOUR_S
     saved = source.usd_hour(cluster) * hours
+    slowdown, before = dict[str, float](), {group.number: group for group in targets}
     for job in sorted((pinned.job for pinned in source.jobs), key=lambda job: (-job.rollout_s, job.name)):
         left = left_s[job.name]
         slo = job.slo - job.cold_s / left if left > 0 else 0.0
@@ -103,12 +105,39 @@ def _dissolved(
         # Those who move in later see the tighter bound too, until the whole is decided.
         targets = admit(targets, job._replace(slo=slo), found)
         moves.append(JobMove(job.name, source.number, found.group, found.nodes))
+        slowdown |= found.slowdown
         saved -= found.usd_hour * left / HOUR_S + _own_usd_hour(job, cluster) * job.cold_s / HOUR_S
+    for group in targets:
+        new = [move.job for move in moves if move.target == group.number]
+        if new:
+            saved -= _kept_usd(before[group.number], [left_s[name] for name in new], left_s, cluster)
+            saved -= _slowing_usd([source, before[group.number]], group, slowdown, hours * HOUR_S, left_s, cluster)
     agreed = {pinned.job.name: pinned.job for pinned in source.jobs}
     groups = tuple(group._replace(jobs=tuple(_agreed(pinned, agreed) for pinned in group.jobs)) for group in targets)
     where = ", ".join(f"{move.job} to {move.target}" for move in moves)
     why = f"group {source.number} is dissolved ({where}): {saved:.2f} $ saved over {hours:.1f} h, moves paid"
     return RegroupingPlan(groups, tuple(moves), saved, why)
+
+
+def _kept_usd(target: CoexecutionGroup, new_s: Sequence[float], left_s: Mapping[str, float], cluster: SharedCluster) -> float:
+    """What `target` costs for as long as those who come to it outlast its own jobs."""
+    own_s = max(left_s[pinned.job.name] for pinned in target.jobs)
+    return target.usd_hour(cluster) * max(0.0, max(new_s) - own_s) / HOUR_S
+
+
+def _slowing_usd(
+    before: Sequence[CoexecutionGroup],
+    after: CoexecutionGroup,
+    slowdown: Mapping[str, float],
+    most_s: float,
+    left_s: Mapping[str, float],
+    cluster: SharedCluster,
+) -> float:
+    """What the jobs of `after` pay for being slower than they were, each its share of the group's price."""
+    was = {name: slow for group in before for name, slow in (keeps(group, cluster) or {}).items()}
+    names = [pinned.job.name for pinned in after.jobs]
+    longer_s = sum((slowdown[name] - was.get(name, 1.0)) * min(left_s[name], most_s) for name in names)
+    return after.usd_hour(cluster) / len(names) * longer_s / HOUR_S
 
 
 def _agreed(pinned: PinnedJob, agreed: Mapping[str, JobProfile]) -> PinnedJob:

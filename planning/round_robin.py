@@ -2,7 +2,7 @@
 
 A step of a job is its environments' time, its rollout on the nodes it is pinned to, and its update on the training pool. A phase that ends
 asks for the next one at once; a rollout needs all its nodes, an update the whole pool. Durations are known, so the first job to ask starts first,
-as soon as all that asked before it for any of the same nodes are through. Times in seconds.
+as soon as all that asked before it for any of the same nodes are through, or down to their tails: those go on beside it. Times in seconds.
 """
 
 import math
@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from heapq import heapify, heapreplace
 from itertools import accumulate
 from typing import Final, NamedTuple
+
+from rubato.planning.consolidation import RolloutTail
 
 WARM: Final = 2
 """Steps of each job that are left out: all begin at once, which a running group's jobs don't."""
@@ -37,6 +39,7 @@ class PhasedJob(NamedTuple):
     nodes: Sequence[int]
     cores: float = 0.0
     """CPU cores that its environments take while they run."""
+    tail: RolloutTail = RolloutTail()
 
 
 def slowdowns(
@@ -80,7 +83,7 @@ def overloaded(jobs: Sequence[PhasedJob], bounds: Sequence[float]) -> bool:
         step, longest = job.steps[0], bound * job.alone[0]
         pool += step.train / longest
         for node in job.nodes:
-            loads[node] = loads.get(node, 0.0) + step.rollout / longest
+            loads[node] = loads.get(node, 0.0) + job.tail.held * step.rollout / longest
     return max(pool, *loads.values()) > 1
 
 
@@ -101,7 +104,8 @@ def _step_ends(jobs: Sequence[PhasedJob], cores: float) -> Iterator[tuple[int, f
     nodes, num_nodes = _shared_nodes(jobs)
     steps = [job.steps for job in jobs]
     waits = [bool(nodes[at]) or any(step.environment for step in own) for at, own in enumerate(steps)]
-    free, pool, environments = [0.0] * num_nodes, 0.0, _Cores(cores)
+    rollouts, pool, environments = _RolloutNodes(jobs, nodes, num_nodes), 0.0, _Cores(cores)
+    ends = rollouts.ends
     done = [0] * len(jobs)
     asks = [(0.0, at, 0) if waits[at] else (own[0].rollout, at, 2) for at, own in enumerate(steps)]
     heapify(asks)
@@ -110,6 +114,9 @@ def _step_ends(jobs: Sequence[PhasedJob], cores: float) -> Iterator[tuple[int, f
         own, number = steps[at], done[at]
         environment, rollout, train = own[number]
         if phase == 2:
+            if ends[at] > now:  # its tail was moved meanwhile
+                heapreplace(asks, (ends[at], at, 2))
+                continue
             pool = (now if now > pool else pool) + train
             done[at] = number = (number + 1) % len(own)
             yield at, pool
@@ -117,13 +124,7 @@ def _step_ends(jobs: Sequence[PhasedJob], cores: float) -> Iterator[tuple[int, f
         elif phase == 0 and environment:
             heapreplace(asks, (environments.taken(now, environment, jobs[at].cores), at, 1))
         else:
-            for node in nodes[at]:
-                if free[node] > now:
-                    now = free[node]
-            end = now + rollout
-            for node in nodes[at]:
-                free[node] = end
-            heapreplace(asks, (end, at, 2))
+            heapreplace(asks, (rollouts.begun(at, now, rollout), at, 2))
 
 
 def _shared_nodes(jobs: Sequence[PhasedJob]) -> tuple[list[list[int]], int]:
@@ -134,6 +135,67 @@ def _shared_nodes(jobs: Sequence[PhasedJob]) -> tuple[list[list[int]], int]:
             holders.setdefault(node, []).append(at)
     meetings = dict.fromkeys(tuple(held) for held in holders.values() if len(held) > 1)
     return [[number for number, held in enumerate(meetings) if at in held] for at in range(len(jobs))], len(meetings)
+
+
+class _RolloutNodes:
+    """Nodes on which rollouts follow each other. A rollout that is waited for gives them away as its tail begins, one tail at a time."""
+
+    def __init__(self, jobs: Sequence[PhasedJob], nodes: Sequence[Sequence[int]], num_nodes: int) -> None:
+        self.ends = [0.0] * len(jobs)
+        """Of each job's latest rollout."""
+        self._nodes = nodes
+        self._tails = [job.tail for job in jobs]
+        self._moves = any(tail.begins < 1 for tail in self._tails)
+        self._tail_from = [math.inf] * len(jobs)
+        """When the latest rollout's tail begins; infinite once it has moved."""
+        self._free = [0.0] * num_nodes
+        self._last = [-1] * num_nodes
+        """The job that had each node last."""
+        self._tail_on = [(0.0, 0.0)] * num_nodes
+        """Until when the latest tail there lasts, and its share of the engines."""
+
+    def begun(self, at: int, now: float, rollout: float) -> float:
+        """When a rollout ends that job `at` asks for now."""
+        mine, free = self._nodes[at], self._free
+        start, end = now, 0.0
+        if self._moves:
+            for node in mine:
+                if free[node] > now:
+                    self.move(self._last[node], now)
+        for node in mine:
+            if free[node] > start:
+                start = free[node]
+        end = start + rollout
+        if self._moves:
+            end = self._beside(mine, start, rollout)
+            self._tail_from[at] = self._beside(mine, start, self._tails[at].begins * rollout)
+            for node in mine:
+                self._last[node] = at
+        for node in mine:
+            free[node] = end
+        self.ends[at] = end
+        return end
+
+    def _beside(self, nodes: Sequence[int], start: float, rollout: float) -> float:
+        """When so much of a rollout is done that starts on these nodes, which lack the engines of tails for as long as those last."""
+        took = rollout
+        for until, kept in (self._tail_on[node] for node in nodes):
+            if until > start:
+                took = max(took, min(rollout / (1 - kept), rollout + kept * (until - start)))
+        return start + took
+
+    def move(self, at: int, now: float) -> None:
+        """The nodes of job `at` are waited for from now on."""
+        mine, end = self._nodes[at], self.ends[at]
+        when = max(now, self._tail_from[at], *(self._tail_on[node][0] for node in mine))
+        if when >= end:
+            return
+        tail = self._tails[at]
+        self._tail_from[at] = math.inf
+        self.ends[at] = when + (end - when) * tail.slower
+        for node in mine:
+            self._free[node] = when
+            self._tail_on[node] = self.ends[at], tail.kept
 
 
 class _Cores:
@@ -162,18 +224,14 @@ def meta_iteration_s(jobs: Sequence[PhasedJob], rounds: int = 32) -> float:
     Where the longest job alone takes at least as long as all rollouts of the busiest node and as all updates together, it is that job's
     time alone. The mean of the later half of `rounds`; first steps count, environments come before the rollout and wait for nothing.
     """
-    free: dict[int, float] = {}
-    ready = [0.0] * len(jobs)
+    nodes, num_nodes = _shared_nodes(jobs)
+    rollouts = _RolloutNodes(jobs, nodes, num_nodes)
     pool, half = 0.0, 0.0
     for done in range(2 * (rounds // 2)):
         if done == rounds // 2:
             half = pool
         for at, job in enumerate(jobs):
-            step = job.steps[0]
-            end = max(ready[at] + step.environment, *(free.get(node, 0.0) for node in job.nodes)) + step.rollout
-            free.update(dict.fromkeys(job.nodes, end))
-            ready[at] = end
-        for at, job in enumerate(jobs):
-            pool = max(ready[at], pool) + job.steps[0].train
-            ready[at] = pool
+            if done:  # what asks after a rollout may move its tail
+                pool = max(rollouts.ends[at], pool) + job.steps[0].train
+            rollouts.begun(at, (pool if done else 0.0) + job.steps[0].environment, job.steps[0].rollout)
     return (pool - half) / (rounds // 2)

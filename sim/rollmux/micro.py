@@ -12,6 +12,7 @@ from rubato.planning.round_robin import meta_iteration_s
 from rubato.runtime.config import Section
 from rubato.sim.outcome import Cell, Plot, RunProgress, RunResult, Table
 from rubato.sim.rollmux.multiplexed import JobSize, PoolsSpec, certain_rates
+from rubato.sim.rollmux.tails import TailsSpec, tail_named, tails_of
 from rubato.sim.scenario import Scenario, ScenarioKind
 
 
@@ -21,6 +22,8 @@ class MicroJob(Section):
     size: JobSize
     rollout_s: float = Field(gt=0)
     train_s: float = Field(gt=0)
+    tail: str = ""
+    """Of `tails.curves`."""
 
 
 class MicroCase(Section):
@@ -38,6 +41,7 @@ class Micro(Scenario):
     """Each case by the planner and its round-robin."""
 
     pools: PoolsSpec
+    tails: TailsSpec | None = None
     jobs: dict[str, MicroJob] = Field(min_length=1)
     cases: tuple[MicroCase, ...] = Field(min_length=1)
 
@@ -66,19 +70,20 @@ def run(scenario: Micro, progress: RunProgress) -> RunResult:
         figures=figures,
         tables={"phases": Table(columns, rows)},
         plots={"cost": Plot("Cost efficiency", lambda figure: _bars(figure, rows))},
-        notes=("no migration of tails here: a rollout has its nodes until its last response",),
+        notes=("without `tails` a rollout has its nodes until its last response",) if scenario.tails is None else (),
     )
 
 
 def profiles(scenario: Micro, case: MicroCase) -> list[JobProfile]:
     """The jobs of `case`, as planners have them."""
-    jobs = [(f"{name}-{number}", scenario.jobs[name]) for number, name in enumerate(case.jobs, 1)]
+    tails = tails_of(scenario.tails, scenario.seed)
+    jobs = [(f"{name}-{number}", name, scenario.jobs[name]) for number, name in enumerate(case.jobs, 1)]
     return [
         JobProfile(
             name, job.rollout_s, job.train_s, job.size.nodes, job.size.nodes, job.size.rollout_bytes, job.size.train_bytes,
-            case.slo,
+            case.slo, tail=tail_named(tails, job.tail, f"jobs.{kind}"),
         )
-        for name, job in jobs
+        for name, kind, job in jobs
     ]  # fmt: skip
 
 
@@ -98,8 +103,10 @@ def cost_ratio(groups: Sequence[CoexecutionGroup], cluster: SharedCluster) -> fl
 
 
 def _rollout_load(group: CoexecutionGroup) -> float:
-    """Load of the busiest rollout node if no job were slowed, over the time that there is."""
-    return max(math.fsum(p.job.rollout_s / sum(p.job.longest) for p in group.jobs if node in p.nodes) for node in group.nodes)
+    """Load of the busiest rollout node if no job were slowed, over the time that there is; of tails what they keep of it."""
+    return max(
+        math.fsum(p.job.tail.held * p.job.rollout_s / sum(p.job.longest) for p in group.jobs if node in p.nodes) for node in group.nodes
+    )
 
 
 def _meta_iteration_s(group: CoexecutionGroup, cluster: SharedCluster) -> float:

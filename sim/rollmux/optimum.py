@@ -96,7 +96,7 @@ class BlockSearch:
     def cheapest(self, jobs: Sequence[JobProfile], cut: float) -> Block | None:
         """One that keeps every bound and costs less than `cut` dollars an hour."""
         rollout, train = self._cluster.rollout.usd_hour, self._cluster.train.usd_hour
-        busy = math.fsum(job.rollout_nodes * job.rollout_s / (job.slo * sum(job.longest)) for job in jobs)
+        busy = math.fsum(job.rollout_nodes * job.tail.held * job.rollout_s / (job.slo * sum(job.longest)) for job in jobs)
         least = max(math.ceil(busy / CLOSE), *(job.rollout_nodes for job in jobs)) * rollout
         found: Block | None = None
         for pool in sorted({job.train_nodes for job in jobs}):

@@ -1,6 +1,6 @@
 """RollMux, Figure 13: two weeks of production jobs. The list is not published: jobs are made so that, each alone, they hold the nodes of the digitised curve."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from random import Random
 from statistics import fmean
@@ -9,11 +9,13 @@ from typing import Any, Self
 from pydantic import Field, model_validator
 
 from rubato.planning.coexecution import JobProfile
+from rubato.planning.consolidation import RolloutTail
 from rubato.runtime.config import Section
 from rubato.sim.distribution import Uniform
 from rubato.sim.outcome import Cell, Plot, RunProgress, RunResult, Table
 from rubato.sim.rollmux.multiplexed import HOUR_S, Arrival, JobSize, MultiplexedRun, PoolsSpec, node_usd_hour
 from rubato.sim.rollmux.policies import Alone, Planned, Regrouped
+from rubato.sim.rollmux.tails import TailsSpec, tail_named, tails_of
 from rubato.sim.scenario import Scenario, ScenarioKind
 
 
@@ -35,12 +37,15 @@ class ProductionJob(Section):
     size: JobSize
     rollout_s: float = Field(gt=0)
     train_s: float = Field(gt=0)
+    tail: str = ""
+    """Of `tails.curves`."""
 
 
 class ProductionTrace(Scenario):
     """The same jobs alone and shared."""
 
     pools: PoolsSpec
+    tails: TailsSpec | None = None
     held: HeldNodes
     jobs: int = Field(ge=1)
     """How many there are: where the curve rises by two or more, so many pairs of nodes are of one larger job as bring their number to this."""
@@ -62,11 +67,14 @@ def run(scenario: ProductionTrace, progress: RunProgress) -> RunResult:
         found = MultiplexedRun(jobs, policy, cluster).run()
         gpus = scenario.pools.rollout.gpus_per_server
         slowdown = fmean(found.slowdown.values())
-        own = (alone.usd / found.usd, verl / found.usd, found.attained, gpus * found.rollout_nodes, gpus * found.train_nodes)
-        names = ("solo_over", "verl_over", "attained", "rollout_gpus", "train_gpus")
+        own = (
+            alone.usd_hour / found.usd_hour, verl / alone.usd * alone.usd_hour / found.usd_hour, alone.usd / found.usd, verl / found.usd,
+            found.attained, gpus * found.rollout_nodes, gpus * found.train_nodes,
+        )  # fmt: skip
+        names = ("solo_over", "verl_over", "solo_over_in_all", "verl_over_in_all", "attained", "rollout_gpus", "train_gpus")
         figures |= {f"{name}_{what}": value for what, value in zip(names, own, strict=True)}
         rows.append((name, found.usd_hour, found.peak_usd_hour, slowdown, *own))
-    rows.append(("alone", alone.usd_hour, alone.peak_usd_hour, 1.0, 1.0, verl / alone.usd, alone.attained, 0.0, 0.0))
+    rows.append(("alone", alone.usd_hour, alone.peak_usd_hour, 1.0, *([1.0, verl / alone.usd] * 2), alone.attained, 0.0, 0.0))
     columns = ("system", "usd_hour", "peak_usd_hour", "slowdown", *names)
     return RunResult(
         figures=figures,
@@ -91,7 +99,8 @@ def made(scenario: ProductionTrace) -> list[Arrival]:
             job = chance.choice([job for job in running if job[1] <= gone] or running)
             running.remove(job)
             begun.append((job[0], hour, job[1]))
-    return [_arrival(scenario, f"job-{at}", *job, chance) for at, job in enumerate(sorted(begun))]
+    tails = tails_of(scenario.tails, scenario.seed)
+    return [_arrival(scenario, f"job-{at}", *job, chance, tails) for at, job in enumerate(sorted(begun))]
 
 
 def _rises(scenario: ProductionTrace, chance: Random) -> list[list[int]]:
@@ -106,12 +115,15 @@ def _rises(scenario: ProductionTrace, chance: Random) -> list[list[int]]:
     return [[2] * chosen.count(at) + [1] * (rise - 2 * chosen.count(at)) for at, rise in enumerate(rises)]
 
 
-def _arrival(scenario: ProductionTrace, name: str, begins: float, ends: float, nodes: int, chance: Random) -> Arrival:
-    shapes = [shape for shape in scenario.shapes.values() if shape.size.nodes == nodes]
-    shape = chance.choice(shapes)
+def _arrival(
+    scenario: ProductionTrace, name: str, begins: float, ends: float, nodes: int, chance: Random, tails: Mapping[str, RolloutTail]
+) -> Arrival:
+    kinds = [kind for kind, shape in scenario.shapes.items() if shape.size.nodes == nodes]
+    kind = chance.choice(kinds)
+    shape = scenario.shapes[kind]
     job = JobProfile(
         name, shape.rollout_s, shape.train_s, nodes, nodes, shape.size.rollout_bytes, shape.size.train_bytes,
-        scenario.slo.draw(chance), cold_s=shape.size.cold_s,
+        scenario.slo.draw(chance), cold_s=shape.size.cold_s, tail=tail_named(tails, shape.tail, f"shapes.{kind}"),
     )  # fmt: skip
     return Arrival(begins * HOUR_S, max(ends - begins, 0.1) * HOUR_S, job)
 

@@ -6,6 +6,7 @@ from statistics import fmean
 import pytest
 
 from rubato.planning.coexecution import JobProfile, SharedCluster
+from rubato.planning.consolidation import RolloutTail
 from rubato.sim.live.shared import alone, shared
 from rubato.sim.rollmux.micro import cost_ratio, placed, profiles
 from rubato.sim.rollmux.multiplexed import certain_rates
@@ -23,13 +24,16 @@ def cluster() -> SharedCluster:
 
 
 def case(name: str) -> list[JobProfile]:
-    """`environments` is *two* with resets that are 30 % of a step."""
+    """`environments` is *two* with resets that are 30 % of a step. A pool of one engine has no tail."""
     found = next(each for each in MICRO.cases if each.name == ("two" if name == "environments" else name))
     jobs = profiles(MICRO, found)
     resets = 0.3 / 0.7 if name == "environments" else 0.0
     return [
         job._replace(
-            rollout_s=SCALE * job.rollout_s, train_s=SCALE * job.train_s, environment_s=resets * SCALE * (job.rollout_s + job.train_s)
+            rollout_s=SCALE * job.rollout_s,
+            train_s=SCALE * job.train_s,
+            environment_s=resets * SCALE * (job.rollout_s + job.train_s),
+            tail=RolloutTail(),
         )
         for job in jobs
     ]

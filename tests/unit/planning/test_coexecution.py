@@ -18,8 +18,9 @@ from rubato.planning.coexecution import (
     place,
     saturated,
 )
+from rubato.planning.consolidation import RolloutTail
 from rubato.planning.regrouping import regroup, settled
-from rubato.planning.round_robin import PhasedJob, StepTimes, slowdowns
+from rubato.planning.round_robin import PhasedJob, StepTimes, meta_iteration_s, slowdowns
 
 ROOT = Path(__file__).resolve().parents[3]
 GB = 1e9
@@ -307,3 +308,66 @@ def test_settling_looks_around_every_group_and_pays_each_cold_start():
     assert found.saved_usd == pytest.approx(10 * (H20 + H800) - (H20 + H800) * 60 / 3600)
     assert settled(found.groups, left, CLUSTER).moves == ()
     assert settled(found.groups, left, CLUSTER).why == "no group is worth dissolving"
+
+
+WHOLE = RolloutTail()
+HALF = RolloutTail(0.5, 0.25, 1.2)
+"""The rest goes on after half of a rollout, on a quarter of the engines, a fifth slower."""
+
+
+def rates(*jobs):
+    found = slowdowns(jobs, 0.0, 12, [math.inf] * len(jobs))
+    assert found is not None
+    return [sum(own) / len(own) for own in found]
+
+
+def phased_job(rollout, train, nodes=(0,), tail=WHOLE):
+    return PhasedJob([StepTimes(0.0, rollout, train)], [rollout + train], nodes, tail=tail)
+
+
+def test_a_rollout_that_is_waited_for_gives_its_nodes_away_as_its_tail_begins():
+    """Two rollouts of 100 s and updates of 20 s fill a node. With tails the next starts after 50 s on three quarters of the engines."""
+    whole, tails = ([phased_job(100, 20, tail=tail)] * 2 for tail in (WHOLE, HALF))
+
+    assert rates(*whole) == pytest.approx([200 / 120] * 2)
+    one = rates(*tails)[0] * 120
+    assert 120 + 50 * 0.2 < one < 150
+
+
+def test_a_meta_iteration_of_rollouts_that_fill_a_node_is_shorter_with_tails_and_longer_where_they_are_slow():
+    whole, tails, slow = (meta_iteration_s([phased_job(100, 1, tail=tail)] * 2) for tail in (WHOLE, HALF, HALF._replace(slower=2.0)))
+
+    assert whole == pytest.approx(200)
+    assert tails == pytest.approx(2 * 100 * HALF.held)
+    assert tails < slow < whole
+
+
+def test_a_rollout_that_shares_no_node_keeps_its_engines_and_its_time():
+    alone, apart = phased_job(100, 50, tail=HALF), phased_job(100, 50, nodes=(1,), tail=HALF)
+
+    assert rates(alone) == [1.0]
+    assert rates(alone, apart) == pytest.approx(rates(phased_job(100, 50), phased_job(100, 50, nodes=(1,))))
+
+
+def test_tails_let_a_node_take_a_job_that_whole_rollouts_fill():
+    def groups(tail):
+        return grouped(job("a", 100, 20, slo=1.4, tail=tail), job("b", 100, 20, slo=1.4, tail=tail))
+
+    assert [len(group.nodes) for group in groups(WHOLE)] == [2]
+    assert [len(group.nodes) for group in groups(HALF)] == [1]
+
+
+def test_a_group_that_is_kept_for_those_who_come_saves_nothing():
+    """c has 100 s left and a 10 h: a would keep c's group for them."""
+    found = regroup(two_halves(), 1, HOURS | {"c": 100.0}, CLUSTER)
+
+    assert [(move.job, move.target) for move in found.moves] == [("c", 0)]
+    assert found.saved_usd == pytest.approx(100 / 3600 * (H20 + H800))
+
+
+def test_whoever_is_slowed_by_a_move_pays_for_it():
+    def saved(train_s):
+        groups = depart(depart(grouped(*(job(name, 100, train_s, slo=1.6) for name in "abcd")), "b"), "d")
+        return regroup(groups, groups[-1].number, HOURS, CLUSTER).saved_usd
+
+    assert saved(125.0) == pytest.approx(10 * (H20 + H800) * (1 - (250 / 225 - 1)), rel=0.02)
