@@ -85,7 +85,7 @@ class ClusterBoard(NamedTuple):
         if not order:
             return "no jobs. Submit one with: rubato submit JOB.yaml --cluster DIR"
         width = max(len(job.name) for job in order)
-        rows = [f" {'job':<{width}}  group  {'step':>5}  {'state':<10} {'holds':<22} slowdown  slack  why"]
+        rows = [f" {'job':<{width}}  group  {'step':>5}  {'state':<10} {'holds':<22} slowdown  slack  promised  so far  why"]
         return "\n".join([*rows, *(self._row(job, width) for job in order)])
 
     def _row(self, job: JobRecord, width: int) -> str:
@@ -95,7 +95,8 @@ class ClusterBoard(NamedTuple):
         waits = self.why(job.name)
         return (
             f" {job.name:<{width}}  {group:>5}  {self.steps.get(job.name, job.step):>5}  {job.state:<10} {self._holds(job.name):<22} "
-            f"{slow:>8}  {'–' if slack is None else f'{slack:.2f}':>5}  {waits or job.why}"
+            f"{slow:>8}  {'–' if slack is None else f'{slack:.2f}':>5}  {f'{job.slo:g}' if job.times else 'trial':>8}  "
+            f"{f'{job.kept:.2f}' if job.kept else '–':>6}  {waits or job.why}"
         )
 
     def _holds(self, name: str) -> str:
@@ -150,7 +151,8 @@ class ClusterBoard(NamedTuple):
             "jobs": [
                 {
                     "name": job.name, "state": job.state, "group": job.group, "node": job.node, "slo": job.slo,
-                    "slowdown": job.slowdown, "slack": _slack(job), "step": self.steps.get(job.name, job.step), "why": self.why(job.name) or job.why,
+                    "slowdown": job.slowdown, "slack": _slack(job),
+                    "promised": job.slo if job.times else None, "kept": job.kept or None, "step": self.steps.get(job.name, job.step), "why": self.why(job.name) or job.why,
                 }
                 for job in sorted(book.jobs.values(), key=lambda job: job.number)
             ],

@@ -4,15 +4,18 @@ Who shares with whom is decided in planning/coexecution.py. A group is one train
 training node's number.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import Literal, NamedTuple
 
 import msgspec
 
+from rubato.actors.cluster.cycles import Cycle
 from rubato.actors.cluster.pools import GB, SchedulerSection
 from rubato.actors.messages.cluster import JobNeeds
-from rubato.planning.coexecution import CoexecutionGroup, JobProfile, PinnedJob, SharedCluster, keeps, refuse, share
+from rubato.planning.coexecution import CoexecutionGroup, JobProfile, PinnedJob, PlacementPlan, SharedCluster, admit, keeps, refuse, share
+from rubato.planning.consolidation import RolloutTail
+from rubato.planning.regrouping import RegroupingPlan, regroup
 from rubato.planning.round_robin import StepTimes
 
 PROFILED = 2
@@ -47,12 +50,30 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Of the rollout pool."""
     seen: tuple[StepTimes, ...] = ()
     """Its newest steps, as they would have gone alone."""
+    limits: tuple[StepTimes, ...] = ()
+    """The same steps with every response at max_tokens, at the rates of each; none where the job doesn't say what it sampled."""
+    tails: tuple[RolloutTail, ...] = ()
+    """Of the same steps."""
     slowdowns: tuple[float, ...] = ()
     """Of its newest steps since it came to its place."""
     planned: StepTimes | None = None
     """What it was placed with."""
     avoids: int = -1
     """The group in which it overran."""
+    goes: int = -1
+    """The group that it leaves its own for."""
+    began_s: float = 0.0
+    """Wall clock at which it was started, until its first step there is over; of one that was made to move, at which it was told."""
+    moved: bool = False
+    """It was made to move, and its first step since is not over."""
+    cold_s: float = 0.0
+    """What that took until its first rollout."""
+    cycles: int = 0
+    """Steps since it was started."""
+    alone_s: float = 0.0
+    """What its steps since it was profiled would have taken alone."""
+    took_s: float = 0.0
+    """What they took, moves included."""
     starts: int = 0
     crashes: int = 0
     """Since it last finished a step."""
@@ -75,14 +96,27 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
         return median(self.slowdowns[-LOOKED_AT:]) if self.slowdowns else 0.0
 
     @property
-    def times(self) -> StepTimes | None:
-        """Its longest step, phase by phase: of those seen, or as max_tokens says; None where neither is known.
+    def kept(self) -> float:
+        """Its time since it was profiled ÷ the same alone; 0 before that."""
+        return self.took_s / self.alone_s if self.alone_s else 0.0
 
-        Of more than a few the longest but one: a permit whose holder was stopped is free only when it lapses.
-        """
+    @property
+    def promise(self) -> str:
+        """The bound that it is planned with, or what is missing for one."""
+        times = self.times
+        if times is None:
+            return f"on trial: nothing is promised until {PROFILED} of its steps are profiled"
+        at_limit = len(self.seen) < PROFILED or len(self.limits) >= PROFILED
+        how = "every response at max_tokens" if at_limit else "its longest step seen"
+        return f"promised: at most {self.slo:g} times its time alone, planned with {how}, {sum(times):.1f} s a step"
+
+    @property
+    def times(self) -> StepTimes | None:
+        """Its longest step, phase by phase: with every response at max_tokens where that is known, else of those seen; None where neither is."""
+        if len(self.limits) >= PROFILED:
+            return longest(self.limits)
         if len(self.seen) >= PROFILED:
-            nth = 1 if len(self.seen) <= LOOKED_AT else 2
-            return StepTimes(*(sorted(phase)[-nth] for phase in zip(*self.seen, strict=True)))
+            return longest(self.seen)
         if self.needs.rollout_s > 0 and self.needs.train_s > 0:
             return StepTimes(0.0, self.needs.rollout_s, self.needs.train_s)
         return None
@@ -103,13 +137,39 @@ class GroupVerdict(NamedTuple):
     why: str
 
 
-def profile(record: JobRecord) -> JobProfile:
-    """The job for planners: one rollout node, one training node. Where its times are not known yet, they mean nothing."""
-    times, needs = record.times or StepTimes(0.0, 1.0, 1.0), record.needs
+def profile(record: JobRecord, section: SchedulerSection, *, as_seen: bool = False) -> JobProfile:
+    """The job for planners: one rollout node, one training node. Where its times are not known yet, they mean nothing.
+
+    `as_seen` has its longest step seen and the tail that it had, in place of the limit, where no response ends before the others.
+    """
+    seen = len(record.seen) >= PROFILED
+    times = longest(record.seen) if seen and (as_seen or not record.limits) else record.times
+    inside = StepTimes(0.0, section.rollout.switch_s, section.training.switch_s)
+    times, needs = _without(times, inside) if times and seen else times or StepTimes(0.0, 1.0, 1.0), record.needs
+    cores = min(needs.cores, section.rollout.cores)
     return JobProfile(
         record.name, times.rollout, times.train, 1, 1, needs.rollout_bytes, needs.train_bytes, record.slo,
-        environment_s=times.environment, seen=record.seen if len(record.seen) >= PROFILED else (),
+        environment_s=times.environment, cores=cores, cold_s=max(section.cold_s, record.cold_s),
+        seen=tuple(_without(each, inside) for each in record.seen) if seen else (),
+        tail=_least(record.tails) if as_seen or not record.limits else RolloutTail(),
     )  # fmt: skip
+
+
+def longest(steps: Sequence[StepTimes]) -> StepTimes:
+    """Phase by phase; of more than a few the longest but one: a permit whose holder was stopped is free only when it lapses."""
+    nth = 1 if len(steps) <= LOOKED_AT else 2
+    return StepTimes(*(sorted(phase)[-nth] for phase in zip(*steps, strict=True)))
+
+
+def _without(times: StepTimes, inside: StepTimes) -> StepTimes:
+    """What was seen holds the loading of states, which planners add."""
+    return StepTimes(*(max(whole / 2, whole - part) for whole, part in zip(times, inside, strict=True)))
+
+
+def _least(tails: Sequence[RolloutTail]) -> RolloutTail:
+    """The tail that frees least of those seen; none before several steps had one."""
+    moved = [tail for tail in tails if tail.begins < 1]
+    return RolloutTail(max(t.begins for t in moved), max(t.kept for t in moved)) if len(moved) >= PROFILED else RolloutTail()
 
 
 class Book:
@@ -124,7 +184,7 @@ class Book:
         """Those that wait for a place, in their turn."""
         return sorted((job for job in self.jobs.values() if job.state == "queued"), key=lambda job: job.number)
 
-    def groups(self) -> list[CoexecutionGroup]:
+    def groups(self, *, as_seen: bool = False) -> list[CoexecutionGroup]:
         """Who shares with whom, by number; jobs in the order in which they came."""
         found: dict[int, list[JobRecord]] = {}
         for job in sorted(self.jobs.values(), key=lambda job: job.number):
@@ -132,7 +192,8 @@ class Book:
                 found.setdefault(job.group, []).append(job)
         return [
             CoexecutionGroup(
-                number, tuple(sorted({job.node for job in jobs})), 1, tuple(PinnedJob(profile(job), (job.node,)) for job in jobs)
+                number, tuple(sorted({job.node for job in jobs})), 1,
+                tuple(PinnedJob(profile(job, self.section, as_seen=as_seen), (job.node,)) for job in jobs),
             )
             for number, jobs in sorted(found.items())
         ]  # fmt: skip
@@ -145,7 +206,7 @@ class Book:
         ):
             if pool.gpus and need > pool.gpus:
                 raise ValueError(f"job {record.name} needs {need} GPUs for {what}, and a {what} node of this cluster has {pool.gpus}")
-        refuse(profile(record), self.cluster)
+        refuse(profile(record, self.section), self.cluster)
 
     def spot(self, record: JobRecord) -> Spot:
         """Its place now. A job whose times are not known gets free nodes, or else a trial beside others where it fits."""
@@ -153,7 +214,8 @@ class Book:
             return self._trial(record)
         groups = self.groups()
         known = [group for group in groups if self._known(group) and group.number != record.avoids]
-        plan = share(profile(record), known, self._with_nodes_of(known))
+        meant = [group for group in known if group.number == record.goes]
+        plan = self._shared(record, meant) or self._shared(record, known)
         if plan is None:
             return self._alone(record) or Spot(-1, -1, self._waits(record))
         assert plan.group is not None
@@ -162,6 +224,19 @@ class Book:
         if node not in there.nodes:
             node = self._free_nodes()[0]
         return Spot(plan.group, node, plan.why)
+
+    def _shared(self, record: JobRecord, groups: Sequence[CoexecutionGroup]) -> PlacementPlan | None:
+        """The cheapest place in `groups` where bounds hold both at the limit and as steps were seen: who is served first differs."""
+        left, as_seen = list(groups), {group.number: group for group in self.groups(as_seen=True)}
+        while left:
+            plan = share(profile(record, self.section), left, self._with_nodes_of(left))
+            if plan is None or plan.group is None:
+                return None
+            (joined,) = admit([as_seen[plan.group]], profile(record, self.section, as_seen=True), plan)
+            if keeps(joined, self.cluster) is not None:
+                return plan
+            left = [group for group in left if group.number != plan.group]
+        return None
 
     def _alone(self, record: JobRecord) -> Spot | None:
         nodes, pools = self._free_nodes(), self._free_pools()
@@ -214,15 +289,17 @@ class Book:
 
     # -- once steps were seen ----------------------------------------------------------------------------------
 
-    def stepped(self, name: str, times: StepTimes, slowdown: float) -> GroupVerdict | None:
-        """One more step of a job that runs. What follows from it, if anything does."""
-        job = self.jobs[name]
+    def stepped(self, cycle: Cycle, at_limit: float = 0.0, now_s: float = 0.0) -> GroupVerdict | None:
+        """One more step of a job that runs. What follows from it, if anything does.
+
+        `at_limit` is how many times as many tokens it has with every response at max_tokens; 0 where it doesn't say.
+        """
+        name, job = cycle.job, self.jobs[cycle.job]
         known = job.times is not None
-        job = self.jobs[name] = msgspec.structs.replace(
-            job, seen=(*job.seen, times)[-KEPT_STEPS:], slowdowns=(*job.slowdowns, slowdown)[-KEPT_STEPS:]
-        )
+        job = self.jobs[name] = self._with_step(job, cycle, at_limit, now_s)
         if len(job.seen) == PROFILED or (not known and job.times is not None):
-            return self._profiled(job)
+            verdict = self._profiled(job)
+            return verdict._replace(why=f"{verdict.why}; {job.promise}")
         if len(job.slowdowns) >= LOOKED_AT and job.slowdown > job.slo and self._group(job).jobs[1:]:
             newest = self._newest(job)
             why = f"job {name} takes {job.slowdown:.2f} of its time alone, above its bound {job.slo:g}: {newest} leaves group {job.group}"
@@ -230,23 +307,39 @@ class Book:
         drifted = self._drift(job)
         return self._replanned(job, drifted) if drifted else None
 
+    def _with_step(self, job: JobRecord, cycle: Cycle, at_limit: float, now_s: float) -> JobRecord:
+        times, alone_s = cycle.times, sum(cycle.times)
+        limits = job.limits
+        if at_limit:
+            limits = (*limits, StepTimes(times.environment, times.rollout * at_limit, times.train * at_limit))[-KEPT_STEPS:]
+        tail = cycle.tail._replace(kept=cycle.tail.kept / job.needs.engines)
+        away_s = max(0.0, now_s - job.began_s - alone_s - cycle.waited_s) if job.began_s else 0.0
+        promised = len(job.seen) >= PROFILED
+        moved_s = away_s * job.moved
+        return msgspec.structs.replace(
+            job, seen=(*job.seen, times)[-KEPT_STEPS:], limits=limits, tails=(*job.tails, tail)[-KEPT_STEPS:],
+            slowdowns=(*job.slowdowns, cycle.slowdown)[-KEPT_STEPS:], cycles=job.cycles + 1, began_s=0.0, moved=False, goes=-1,
+            cold_s=max(job.cold_s, away_s), alone_s=job.alone_s + alone_s * promised,
+            took_s=job.took_s + (alone_s + cycle.waited_s + moved_s) * promised,
+        )  # fmt: skip
+
     def _profiled(self, job: JobRecord) -> GroupVerdict:
-        times = job.times
-        assert times is not None
+        times = longest(job.seen)
         whole = sum(times)
         said = f"job {job.name} is profiled: rollout {times.rollout / whole:.0%}, training {times.train / whole:.0%} of {whole:.1f} s"
         self.jobs[job.name] = msgspec.structs.replace(job, planned=times)
         group = self._group(job)
         others = [other for other in self.groups() if other.number != job.group and self._known(other)]
         if len(group.jobs) == 1:
-            better = share(profile(self.jobs[job.name]), others, self._with_nodes_of(others))
+            better = self._shared(self.jobs[job.name], others)
             if better is not None and better.usd_hour < group.usd_hour(self.cluster):
                 return GroupVerdict(job.name, f"{said}; it moves: {better.why}")
             return GroupVerdict("", f"{said}; it stays alone in group {job.group}")
         return self._kept(job, said)
 
     def _replanned(self, job: JobRecord, drifted: str) -> GroupVerdict:
-        self.jobs[job.name] = msgspec.structs.replace(job, planned=_typical(job.seen[-LOOKED_AT:]), seen=job.seen[-LOOKED_AT:])
+        newest = {what: getattr(job, what)[-LOOKED_AT:] for what in ("seen", "limits", "tails")}
+        self.jobs[job.name] = msgspec.structs.replace(job, planned=_typical(job.seen[-LOOKED_AT:]), **newest)
         return self._kept(job, drifted)
 
     def _kept(self, job: JobRecord, said: str) -> GroupVerdict:
@@ -255,8 +348,9 @@ class Book:
         guessed = [pinned.job.name for pinned in group.jobs if len(self.jobs[pinned.job.name].seen) < PROFILED]
         if guessed:  # what is seen and what max_tokens say can't be set against each other
             return GroupVerdict("", f"{said}; group {job.group} is judged once {', '.join(guessed)} is profiled too")
+        as_seen = next(each for each in self.groups(as_seen=True) if each.number == group.number)
         found = keeps(group, self.cluster)
-        if found is None:
+        if found is None or keeps(as_seen, self.cluster) is None:
             newest = self._newest(job)
             return GroupVerdict(newest, f"{said}; group {job.group} would miss a bound: {newest} leaves it")
         each = ", ".join(f"{name} x{slow:.2f}" for name, slow in found.items())
@@ -278,6 +372,22 @@ class Book:
     def _newest(self, job: JobRecord) -> str:
         """Of the job's group, the one that came last."""
         return self._group(job).jobs[-1].job.name
+
+    def regrouped(self, changed: int) -> RegroupingPlan:
+        """Which jobs move now that one has come to `changed`, or left it. Groups with a job that is not known yet, or leaves, stay as they are."""
+        settled = [
+            group
+            for group in self.groups()
+            if self._known(group)
+            and all(self.jobs[each.job.name].state == "running" and self.jobs[each.job.name].goes < 0 for each in group.jobs)
+        ]
+        left_s = {each.job.name: self._left_s(self.jobs[each.job.name]) for group in settled for each in group.jobs}
+        return regroup(settled, changed, left_s, self._with_nodes_of(settled))
+
+    def _left_s(self, job: JobRecord) -> float:
+        """What it has still to go, alone."""
+        step_s = sum(_typical(job.seen)) if job.seen else sum(job.times or ())
+        return max(0, job.needs.steps - job.step - job.cycles) * step_s
 
     # -- what it costs -----------------------------------------------------------------------------------------
 

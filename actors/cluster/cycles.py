@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from rubato.actors.cluster.permits import PermitEvent
+from rubato.planning.consolidation import RolloutTail
 from rubato.planning.round_robin import StepTimes
 
 
@@ -14,6 +15,8 @@ class Cycle(NamedTuple):
     """Its phases; `environment` is what was neither a phase nor a wait."""
     waited_s: float
     """In line for its permits."""
+    tail: RolloutTail = RolloutTail()
+    """When the rollout gave places away; `kept` counts those that it kept."""
 
     @property
     def slowdown(self) -> float:
@@ -29,6 +32,7 @@ class _Open:
         self.job, self.began_s = job, began_s
         self.ended_s = 0.0
         self.rollout_s = self.train_s = self.waited_s = 0.0
+        self.tail = RolloutTail()
         self.trained = False
         self.num_held = 0
         """Permits that it holds just now."""
@@ -38,7 +42,7 @@ class _Open:
         if not self.ended_s or self.num_held:
             return None
         rest_s = self.ended_s - self.began_s - self.waited_s - self.rollout_s - self.train_s
-        return Cycle(self.job, StepTimes(max(0.0, rest_s), self.rollout_s, self.train_s), self.waited_s)
+        return Cycle(self.job, StepTimes(max(0.0, rest_s), self.rollout_s, self.train_s), self.waited_s, self.tail)
 
 
 class Cycles:
@@ -55,6 +59,8 @@ class Cycles:
         """Pool and ticket → when it began to wait."""
         self._holds: dict[tuple[str, int], tuple[float, _Open]] = {}
         """Pool and ticket → when it began, and the cycle that it is of."""
+        self._narrowed: dict[tuple[str, int], tuple[float, int]] = {}
+        """Pool and ticket → when it gave places away, and how many it kept."""
 
     def told(self, pool: str, event: PermitEvent) -> Cycle | None:
         """One more event of `pool`; the cycle that is complete with it, if one is."""
@@ -64,15 +70,18 @@ class Cycles:
             return None
         if event.kind == "holds":
             return self._began(pool, event, max(0.0, at - self._waits.pop(key, at)))
-        if event.kind != "gone":
+        if event.kind == "narrows":
+            self._narrowed[key] = at, len(event.stand.places)
             return None
         self._waits.pop(key, None)
+        narrowed_at, kept = self._narrowed.pop(key, (at, 0))
         began, cycle = self._holds.pop(key, (0.0, None))
         if cycle is None:
             return None
         cycle.num_held -= 1
         if pool in self._rollout:
             cycle.rollout_s += at - began
+            cycle.tail = RolloutTail((narrowed_at - began) / (at - began), kept) if at > narrowed_at else RolloutTail()
         else:
             cycle.train_s += at - began
         return self._told(cycle)

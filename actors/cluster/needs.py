@@ -1,6 +1,7 @@
 """Needs of a job, as its config says: GPUs, host memory, a step with every response at max_tokens; and the GPUs of the place that it is given."""
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ from rubato.runtime.config import ActorSpec, Config
 from rubato.runtime.config.sections import DEVICES
 from rubato.runtime.config.yaml_core import dump_yaml, read_yaml
 
-ENGINE, TRAINER = "engine", "trainer"
-"""Roles that compute on the rollout pool and on the training pool."""
+ENGINE, TRAINER, ENVIRONMENTS = "engine", "trainer", "env_manager"
+"""Roles that compute on the rollout pool, on the training pool, and on the cores of rollout nodes."""
 
 TRAIN_BYTES = {"float32": 18, "bfloat16": 8}
 """Per parameter: weights, summed gradients and AdamW's states, by `train.master_dtype`."""
@@ -29,7 +30,8 @@ def needs_of(job: Config) -> JobNeeds:
     return JobNeeds(
         rollout_gpus=_gpus(engines), train_gpus=_gpus(job.actors[TRAINER]),
         rollout_bytes=float(params * WEIGHT_BYTES[dtype] * engines.count), train_bytes=float(params * TRAIN_BYTES[trains]),
-        rollout_s=_rollout_s(job, engines.count), train_s=_train_s(job),
+        rollout_s=_rollout_s(job, engines.count), train_s=_train_s(job), engines=max(1, engines.count),
+        max_tokens=max(_tokens(job)) if job.has("rollout") else 0, steps=job.run.steps, cores=_cores(job),
     )  # fmt: skip
 
 
@@ -57,6 +59,16 @@ def _rollout_s(job: Config, engines: int) -> float:
     return math.ceil(num / slots) * tokens * step_s
 
 
+def limit_over(row: Mapping[str, float], needs: JobNeeds) -> float:
+    """How many times as many tokens the step of that row would have with every response at max_tokens; 0 where the row doesn't say.
+
+    A step's time over its tokens is the most where few sequences were left to decode, so a step of that many takes no longer than
+    so many times as long: RollMux (section 4.2) plans with that.
+    """
+    sampled = row.get("rollout/sampled_mean", 0.0)
+    return max(1.0, needs.max_tokens / sampled) if sampled > 0 and needs.max_tokens else 0.0
+
+
 def _tokens(job: Config) -> list[int]:
     """Most of one trajectory, for each task."""
     rollout = job.section("rollout")
@@ -77,6 +89,15 @@ def _step_s(engine: Any, batch: int, tokens: int) -> float:
             batch, batch * tokens / 2
         )
     return engine.scripted.token_s if engine.kind == "scripted" else 0.0
+
+
+def _cores(job: Config) -> float:
+    """A core for each environment manager, or for each of its workers where the job says how many."""
+    if not job.has("env"):
+        return 0.0
+    workers = job.section("env").workers
+    each = workers if isinstance(workers, int) else 1
+    return float(each * sum(spec.count for role, spec in job.actors.items() if role == ENVIRONMENTS))
 
 
 def _train_s(job: Config) -> float:

@@ -31,6 +31,10 @@ class ClusterPoolSection(Section):
     """What a node costs; 0 takes the class's price for its GPUs."""
     memory_gb: float = Field(gt=0)
     """Host memory of each node for the states of all jobs that share it, in 10^9 bytes."""
+    switch_s: float = Field(default=0.0, ge=0)
+    """Loading a job's states before its phase, where it shares the node: jobs are planned with it."""
+    cores: float = Field(default=0.0, ge=0)
+    """CPU cores of each node that environments may take; 0 leaves them uncounted. On rollout nodes alone."""
 
     @field_validator("hardware")
     @classmethod
@@ -54,7 +58,7 @@ class ClusterPoolSection(Section):
     def node(self) -> NodePool:
         """As planners have it."""
         price = (catalog.hardware(self.hardware).usd_per_hour or 0.0) if self.hardware else 0.0
-        return NodePool(self.usd_hour or price * max(1, self.gpus), self.memory_gb * GB, self.nodes)
+        return NodePool(self.usd_hour or price * max(1, self.gpus), self.memory_gb * GB, self.nodes, self.switch_s, self.cores)
 
     def devices_of(self, node: int) -> str:
         """CUDA_VISIBLE_DEVICES of a phase on `node`; empty where the pool names none."""
@@ -76,6 +80,14 @@ class SchedulerSection(Section):
     """Share of the time in which a job's bound may be missed, as predicted from steps seen; 0 plans with the longest ones."""
     crashes: int = Field(default=3, ge=0)
     """A job is started again this often without having finished a step between; then it has failed."""
+    cold_s: float = Field(default=60.0, ge=0)
+    """What a job's move to another group takes, until its own start was seen to take longer."""
+
+    @model_validator(mode="after")
+    def _cores_are_on_rollout_nodes(self) -> Self:
+        if self.training.cores:
+            raise ValueError("training.cores has no effect: environments run beside rollouts. Set rollout.cores")
+        return self
 
     @property
     def cluster(self) -> SharedCluster:

@@ -11,11 +11,11 @@ from typing import ClassVar
 
 import msgspec
 
-from rubato.actors.cluster.book import Book, JobRecord, Spot
+from rubato.actors.cluster.book import LOOKED_AT, PROFILED, Book, JobRecord, Spot, longest
 from rubato.actors.cluster.cycles import Cycle, Cycles
 from rubato.actors.cluster.job import files
 from rubato.actors.cluster.lives import JobLife, opened
-from rubato.actors.cluster.needs import overrides, prepared
+from rubato.actors.cluster.needs import limit_over, overrides, prepared
 from rubato.actors.cluster.permits import Permits
 from rubato.actors.cluster.pools import SchedulerSection, rollout_pool, training_pool
 from rubato.actors.cluster.token import read_token
@@ -53,6 +53,7 @@ class ClusterScheduler(Actor):
         self._token = read_token(self.run.folder)
         self._shared: RedisStore = open_shared(self.run.folder)
         self._lives: dict[str, JobLife] = {}
+        self._rows: dict[str, RowTail] = {}
         self._stopping, self._writing = False, asyncio.Lock()
         self._wake, self._idle = asyncio.Event(), asyncio.Event()
         self._wake.set()
@@ -78,7 +79,7 @@ class ClusterScheduler(Actor):
         if why := self._refusal(request, known):
             return JobRefused(why)
         if known is not None:
-            return JobAccepted(known.why)
+            return JobAccepted(f"{known.why}; {known.promise}")
         record = JobRecord(
             name=request.name, id=request.id, number=await self.store.increment("arrivals"), cwd=request.cwd,
             slo=request.slo or self._section.slo, needs=request.needs,
@@ -93,7 +94,7 @@ class ClusterScheduler(Actor):
         await self._write(record)
         self._book.jobs[record.name] = record
         self._wake.set()
-        return JobAccepted(spot.why)
+        return JobAccepted(f"{spot.why}; {record.promise}")
 
     @handler
     async def cancelled(self, request: CancelJob) -> Reply:
@@ -171,8 +172,9 @@ class ClusterScheduler(Actor):
     async def _begin(self, record: JobRecord, spot: Spot) -> None:
         self._cycles.forget(record.name)
         record = msgspec.structs.replace(
-            record, state="running", group=spot.group, node=spot.node, why=spot.why, slowdowns=(), planned=record.times,
-            starts=record.starts + 1,
+            record, state="running", group=spot.group, node=spot.node, why=spot.why, slowdowns=(),
+            planned=longest(record.seen) if len(record.seen) >= PROFILED else record.times, starts=record.starts + 1, cycles=0,
+            began_s=record.began_s if record.moved else wall_s(),
         )  # fmt: skip
         await self._record(record)
         self.notice(spot.why, good=True)
@@ -214,6 +216,7 @@ class ClusterScheduler(Actor):
         """Its group is as it was before it came; whatever was not meant to end comes back."""
         step, turn = await self.offload(last_step, self._folder(name)), await self.store.increment("arrivals")
         self._cycles.forget(name)
+        self._rows.pop(name, None)
         job = self._book.jobs[name]
         job = msgspec.structs.replace(job, step=step, crashes=0 if step > job.step else job.crashes)
         if code == ExitCode.DONE:
@@ -230,8 +233,11 @@ class ClusterScheduler(Actor):
             job = self._crashed(job, code, words)
         if job.state == "queued":
             job = msgspec.structs.replace(job, number=turn)
+        group = self._book.jobs[name].group
         await self._record(job)
         self.notice(f"job {name} is {job.state}: {job.why}", good=job.state == "done")
+        if job.over:
+            await self._regroup(group)
 
     def _crashed(self, job: JobRecord, code: int | None, words: str) -> JobRecord:
         """From its last finished step on it is a new arrival, as long as it gets anywhere."""
@@ -241,6 +247,20 @@ class ClusterScheduler(Actor):
         if crashes > self._section.crashes:
             return _out(job, "failed", f"crashed {crashes} times without finishing a step ({how})")
         return _out(job, "queued", f"crashed ({how}); it goes on after step {job.step}")
+
+    async def _regroup(self, changed: int) -> None:
+        """Where a job has come or gone: others move where that saves more than it costs."""
+        if self._stopping:
+            return
+        plan = self._book.regrouped(changed)
+        for move in plan.moves:
+            await self._move(move.job, f"it moves to group {move.target}: {plan.why}", goes=move.target)
+
+    async def _move(self, name: str, why: str, **to: int) -> None:
+        """Stopped and saved here, it is started elsewhere; what that takes is time of the job's."""
+        self.notice(f"job {name}: {why}")
+        self._book.jobs[name] = msgspec.structs.replace(self._book.jobs[name], moved=True, began_s=wall_s(), **to)
+        await self._leave(name, "leaving", why)
 
     async def _leave(self, name: str, state: str, why: str) -> None:
         """Let it drain and save."""
@@ -313,18 +333,26 @@ class ClusterScheduler(Actor):
         job = self._book.jobs.get(cycle.job)
         if job is None or job.state != "running":
             return
-        verdict = self._book.stepped(cycle.job, cycle.times, cycle.slowdown)
-        await self._record(self._book.jobs[cycle.job])
-        if verdict is None:
+        tail = self._rows.setdefault(job.name, RowTail(self._folder(job.name) / "metrics.jsonl"))
+        rows = await self.offload(tail.read)
+        if self._book.jobs[job.name].state != "running":
             return
-        self.notice(verdict.why, good=not verdict.leaves)
+        profiled = len(job.seen) < PROFILED
+        verdict = self._book.stepped(cycle, limit_over(rows[-1], job.needs) if rows else 0.0, wall_s())
+        await self._record(self._book.jobs[cycle.job])
+        if len(self._book.jobs[cycle.job].seen) == LOOKED_AT + 1:  # from here on one slow step says nothing
+            self._wake.set()
+        if verdict is None or (verdict.leaves and self._book.jobs[verdict.leaves].state != "running"):
+            return
         if not verdict.leaves:
+            self.notice(verdict.why, good=True)
             await self._record(msgspec.structs.replace(self._book.jobs[cycle.job], why=verdict.why))
+            if profiled and self._book.jobs[cycle.job].times is not None:
+                await self._regroup(job.group)
         else:
             leaver = self._book.jobs[verdict.leaves]
             moved = verdict.leaves == cycle.job and len(job.slowdowns) < 2
-            self._book.jobs[verdict.leaves] = msgspec.structs.replace(leaver, avoids=-1 if moved else leaver.group)
-            await self._leave(verdict.leaves, "leaving", verdict.why)
+            await self._move(verdict.leaves, verdict.why, avoids=-1 if moved else leaver.group)
         self._wake.set()
 
 

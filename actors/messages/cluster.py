@@ -18,6 +18,14 @@ class JobNeeds(Message, frozen=True):
     """One rollout with every response at max_tokens."""
     train_s: float
     """The step after it."""
+    engines: int = 1
+    """Whose places on the pool are by their numbers."""
+    max_tokens: int = 0
+    """That one trajectory may sample."""
+    steps: int = 0
+    """Of the whole job."""
+    cores: float = 0.0
+    """CPU cores that its environments may keep busy."""
 
 
 class JobAccepted(Message, frozen=True):

@@ -1,5 +1,6 @@
 """What a user sees of a cluster."""
 
+import msgspec
 import pytest
 
 from rubato.actors.cluster.board import ClusterBoard, RolloutLeft
@@ -24,7 +25,7 @@ def board():
         rollout=ClusterPoolSection(usd_hour=1.85, memory_gb=8), training=ClusterPoolSection(usd_hour=5.28, memory_gb=8)
     )
     jobs = [
-        record("a", 1, slowdowns=(1.04,)),
+        record("a", 1, slowdowns=(1.04,), alone_s=100.0, took_s=120.0),
         record("b", 2),
         record("c", 3, state="queued", group=-1, node=-1, why="job c waits: no group has room"),
         record("d", 0, state="done", group=-1, node=-1, why="done after step 60"),
@@ -69,7 +70,7 @@ def test_jobs_are_listed_with_what_they_hold_their_slowdown_and_slack(board):
     rows = {line.split()[0]: line for line in board.jobs().splitlines()}
 
     assert rows["a"].split()[1:6] == ["0", "14", "running", "rollout-0", "3.1"]
-    assert "1.04   0.46" in rows["a"]
+    assert "1.04   0.46       1.5    1.20" in rows["a"]
     assert rows["b"].endswith("a holds it for rollout since 3.1 s, 12 of 64 responses left")
     assert list(rows)[-1] == "d"
 
@@ -91,6 +92,7 @@ def test_a_program_gets_the_same(board):
     assert data["groups"] == [{"group": 0, "nodes": (0,), "jobs": ["a", "b"]}]
     assert [(job["name"], job["state"]) for job in data["jobs"]][:2] == [("d", "done"), ("a", "running")]
     assert {job["name"]: job["slack"] for job in data["jobs"]} == {"a": pytest.approx(0.46), "b": None, "c": None, "d": None}
+    assert [(job["promised"], job["kept"]) for job in data["jobs"]][1] == (1.5, pytest.approx(1.2))
     assert (data["usd_hour"], data["usd_hour_solo"]) == pytest.approx((7.13, 14.26))
 
 
@@ -99,3 +101,12 @@ def test_a_cluster_without_jobs_says_how_to_give_it_one(board):
 
     assert empty.jobs() == "no jobs. Submit one with: rubato submit JOB.yaml --cluster DIR"
     assert empty.gantt() == []
+
+
+def test_a_job_without_known_times_is_on_trial(board):
+    unknown = record("a", 1)
+    unknown = msgspec.structs.replace(unknown, needs=msgspec.structs.replace(unknown.needs, rollout_s=0.0))
+    trial = board._replace(book=Book(board.book.section, [unknown]), lines={})
+
+    assert trial.jobs().splitlines()[1].split()[7:9] == ["trial", "–"]
+    assert trial.data()["jobs"][0]["promised"] is None

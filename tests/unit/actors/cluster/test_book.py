@@ -5,9 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rubato.actors.cluster.book import LOOKED_AT, Book, JobRecord
+from rubato.actors.cluster.book import LOOKED_AT, Book, JobRecord, profile
+from rubato.actors.cluster.cycles import Cycle
 from rubato.actors.cluster.pools import ClusterPoolSection, SchedulerSection
 from rubato.actors.messages.cluster import JobNeeds
+from rubato.planning.consolidation import RolloutTail
 from rubato.planning.round_robin import StepTimes
 
 GB = 1e9
@@ -97,7 +99,7 @@ def test_a_bound_below_one_is_refused():
 
 
 def stepped(book, name, steps, slowdown=1.0):
-    return [book.stepped(name, each, slowdown) for each in steps]
+    return [book.stepped(Cycle(name, each, (slowdown - 1) * sum(each))) for each in steps]
 
 
 def test_a_job_that_was_profiled_alone_moves_in_with_another_where_that_costs_less():
@@ -127,7 +129,7 @@ def test_nobody_leaves_before_all_of_the_group_are_profiled():
     verdict = stepped(book, "a", seen())[-1]
 
     assert verdict.leaves == ""
-    assert verdict.why.endswith("group 0 is judged once b is profiled too")
+    assert "group 0 is judged once b is profiled too; promised: " in verdict.why
 
 
 def test_drift_beyond_the_plan_is_told_and_planned_again():
@@ -192,3 +194,121 @@ def test_places_are_never_given_beyond_nodes_and_memory(jobs, nodes):
     assert all(0 <= node < nodes for node in held)
     assert all(book.memory_gb(node) <= 4 for node in held)
     assert book.usd_hour() <= book.usd_hour_solo()
+
+
+SAMPLES = JobNeeds(1, 1, GB, GB, 0.0, 0.0, max_tokens=100, steps=1000)
+
+
+def cycle(name, rollout=10.0, train=10.0, waited=0.0, **rest):
+    return Cycle(name, StepTimes(0.0, rollout, train), waited, **rest)
+
+
+def test_a_job_that_computes_is_planned_by_max_tokens_at_the_rates_of_its_two_steps():
+    book = Book(section(slo=1.5), [running("a", slo=1.5, needs=SAMPLES)])
+    assert book.jobs["a"].promise == "on trial: nothing is promised until 2 of its steps are profiled"
+
+    book.stepped(cycle("a"), at_limit=3.0)
+    verdict = book.stepped(cycle("a", 12.0, 8.0), at_limit=2.0)
+
+    assert book.jobs["a"].times == StepTimes(0.0, 30.0, 30.0)
+    promise = "promised: at most 1.5 times its time alone, planned with every response at max_tokens, 60.0 s a step"
+    assert verdict.why.endswith(f"it stays alone in group 0; {promise}")
+
+
+def test_a_job_that_does_not_say_what_it_sampled_is_promised_its_bound_by_its_longest_step():
+    assert running("a", slo=1.5, seen=seen()).promise.endswith("planned with its longest step seen, 20.0 s a step")
+
+
+def test_a_place_keeps_every_bound_at_the_limit_and_as_steps_were_seen():
+    def spot(limits, was_seen):
+        a = running("a", slo=1.2, seen=seen(), limits=seen())
+        return Book(section(slo=1.2), [a]).spot(record("b", slo=1.2, seen=was_seen, limits=limits)).group
+
+    assert spot(seen(), seen()) == 0
+    assert spot(seen(10.0, 60.0), seen()) == -1
+    assert spot(seen(), seen(10.0, 60.0)) == -1
+
+
+def test_what_was_promised_is_held_against_every_step_since_and_what_a_move_took():
+    moved = running("a", seen=seen(), began_s=100.0, moved=True, starts=2)
+    book = Book(section(), [moved])
+
+    book.stepped(cycle("a"), now_s=150.0)  # 30 s until its first rollout
+    assert book.jobs["a"].kept == pytest.approx(2.5)
+    book.stepped(cycle("a", waited=10.0), now_s=200.0)
+    assert book.jobs["a"].kept == pytest.approx((20 + 30 + 20 + 10) / 40)
+    assert book.jobs["a"].cold_s == 30.0
+
+
+def test_steps_on_trial_count_against_no_bound():
+    book = Book(section(), [running("a", needs=SAMPLES, began_s=1.0)])
+
+    for _ in range(2):
+        book.stepped(cycle("a", waited=100.0), at_limit=1.0, now_s=300.0)
+
+    assert book.jobs["a"].kept == 0.0
+
+
+def halves(**changes):
+    """Two groups that have lost a job each."""
+    c = msgspec.structs.replace(running("c", 1, group=1, node=1, seen=seen(), needs=SAMPLES), **changes)
+    return [running("a", seen=seen(), needs=SAMPLES), c]
+
+
+def test_groups_that_departures_left_half_empty_move_together():
+    book = Book(section(nodes=2), halves())
+
+    plan = book.regrouped(0)
+
+    (move,) = plan.moves
+    assert {move.source, move.target} == {0, 1}
+    mover = msgspec.structs.replace(book.jobs[move.job], state="queued", group=-1, node=-1, goes=move.target)
+    book.jobs[move.job] = mover
+    assert book.spot(mover).group == move.target
+    assert "dissolved" in plan.why
+
+
+@pytest.mark.parametrize("changes", [{"state": "leaving"}, {"seen": ()}, {"goes": 0}, {"step": 998}])
+def test_a_job_that_leaves_or_is_not_known_yet_or_is_nearly_done_is_not_moved(changes):
+    book = Book(section(nodes=2), halves(**changes))
+
+    assert book.regrouped(0).moves == ()
+
+
+def test_a_live_pool_has_what_a_switch_costs_and_cores():
+    pool = ClusterPoolSection(usd_hour=2.0, memory_gb=4, switch_s=3.0, cores=8)
+    found = Book(section(rollout=pool)).cluster.rollout
+    assert (found.switch_s, found.cores) == (3.0, 8.0)
+
+
+def test_a_switch_counts_against_bounds_and_not_twice_where_it_was_seen():
+    def spot(switch_s, **changes):
+        pools = {kind: ClusterPoolSection(usd_hour=1.0, memory_gb=4, switch_s=switch_s) for kind in ("rollout", "training")}
+        known = {"needs": JobNeeds(1, 1, GB, GB, 10.0, 10.0), "slo": 1.3} | changes
+        return Book(section(**pools), [running("a", **known)]).spot(record("b", **known)).group
+
+    assert spot(0.0) == 0
+    assert spot(4.0) == -1
+    assert spot(1.0, seen=seen(11.0, 11.0)) == 0
+
+
+def test_environments_that_fill_the_cores_share_them_in_turns():
+    def spot(cores):
+        pool = ClusterPoolSection(usd_hour=2.0, memory_gb=4, cores=cores)
+        steps = tuple(StepTimes(60.0, 10.0, 10.0) for _ in range(2))
+        jobs = {"seen": steps, "slo": 1.2, "needs": JobNeeds(1, 1, GB, GB, 0.0, 0.0, cores=4.0)}
+        return Book(section(rollout=pool), [running("a", **jobs)]).spot(record("b", **jobs)).group
+
+    assert spot(8) == 0
+    assert spot(4) == -1
+
+
+def test_a_tail_that_was_seen_frees_its_places_in_the_plan_of_seen_steps_alone():
+    tail = RolloutTail(0.5, 1)
+    needs = JobNeeds(1, 1, GB, GB, 0.0, 0.0, engines=4, max_tokens=100)
+    book = Book(section(), [running("a", needs=needs)])
+    for begins in (0.4, 0.5, 1.0):
+        book.stepped(cycle("a", tail=tail._replace(begins=begins)), at_limit=2.0)
+
+    assert profile(book.jobs["a"], book.section, as_seen=True).tail == RolloutTail(0.5, 0.25)
+    assert profile(book.jobs["a"], book.section).tail == RolloutTail()

@@ -4,6 +4,7 @@ import pytest
 
 from rubato.actors.cluster.cycles import Cycle, Cycles
 from rubato.actors.cluster.permits import PermitEvent
+from rubato.planning.consolidation import RolloutTail
 from rubato.planning.permits import Stand
 from rubato.planning.round_robin import StepTimes
 
@@ -66,3 +67,11 @@ def test_a_job_that_moved_begins_anew():
     cycles.forget("a")
 
     assert told(cycles, *STEP[3:]) == []
+
+
+def test_a_rollout_that_gave_places_away_has_a_tail():
+    kept = PermitEvent("narrows", Stand("a", "phase", 1, 0.0, 9, (0,)), 5.0)
+    (cycle,) = told(Cycles(frozenset({ROLLOUT})), *STEP[:2], (ROLLOUT, kept), *STEP[2:])
+
+    assert cycle.tail == RolloutTail((5 - 3) / (8 - 3), 1)
+    assert cycle.times.rollout == 5.0

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rubato.actors.cluster.needs import needs_of
+from rubato.actors.cluster.needs import limit_over, needs_of
 from rubato.runtime.config.compose import load
 
 CONFIGS = Path(__file__).parents[4] / "configs"
@@ -44,3 +44,16 @@ def test_gpus_of_pools_are_counted():
     found = needs("actors.engine={class: 'rubato.actors.engines.worker:EngineWorker', pools: {far: {count: 2, gpus: 4}}}")
 
     assert found.rollout_gpus == 8
+
+
+def test_what_a_step_would_take_at_max_tokens_follows_from_what_it_sampled():
+    found = needs(config="quickstart.yaml")
+
+    assert (found.max_tokens, found.steps, found.engines, found.cores) == (14, 130, 2, 1.0)
+    assert limit_over({"rollout/sampled_mean": 3.5}, found) == pytest.approx(4.0)
+    assert limit_over({"rollout/sampled_mean": 20.0}, found) == 1.0
+    assert limit_over({"step": 3.0}, found) == 0.0
+
+
+def test_workers_that_a_job_names_take_a_core_each():
+    assert needs("env.workers=4", config="quickstart.yaml").cores == 4.0

@@ -36,3 +36,20 @@ def test_a_cluster_s_bound_is_at_least_one():
 
     with pytest.raises(ValidationError, match="slo"):
         SchedulerSection(rollout=pool, training=pool, slo=0.9)
+
+
+@pytest.mark.parametrize(
+    ("where", "wrong", "sentence"),
+    [
+        ("rollout", {"switch_s": -1}, r"rollout\.switch_s\n.*greater than or equal to 0"),
+        ("rollout", {"cores": -1}, r"rollout\.cores\n.*greater than or equal to 0"),
+        ("training", {"cores": 8}, r"training\.cores has no effect: environments run beside rollouts\. Set rollout\.cores"),
+        ("cold_s", -1, r"cold_s\n.*greater than or equal to 0"),
+    ],
+)
+def test_a_cost_of_switching_or_cores_that_can_t_be_are_told(where, wrong, sentence):
+    given = {"rollout": {"memory_gb": 1}, "training": {"memory_gb": 1}}
+    given[where] = given[where] | wrong if where in given else wrong
+
+    with pytest.raises(ValidationError, match=sentence):
+        SchedulerSection.model_validate(given)
