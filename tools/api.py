@@ -19,6 +19,7 @@ PUBLIC = (
     "rubato.actors.envs.frozen_lake",
     "rubato.actors.messages.fabric",
     "rubato.actors.messages.generation",
+    "rubato.actors.messages.phases",
     "rubato.actors.messages.samples",
     "rubato.actors.messages.weights",
     "rubato.bus.errors",

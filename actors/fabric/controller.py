@@ -8,13 +8,11 @@ from typing import Any
 from rubato.actors.config import WeightsSection
 from rubato.actors.fabric.connect import check_driver, device, emulated
 from rubato.actors.fabric.driver import FabricError, NotTheWriter, SwitchState
-from rubato.actors.fabric.meter import Meter
-from rubato.actors.fabric.racks import Racks
 from rubato.actors.fabric.reconciler import CircuitLedger, LedgerUnavailable, PortsFailed, Reconciler, Stage
 from rubato.actors.fabric.rhythm import Accounts, Aim, Aims, Rhythm
 from rubato.actors.fabric.section import FabricSection
-from rubato.actors.fabric.templates import Templates, choose
-from rubato.actors.fabric.windows import Windows
+from rubato.actors.fabric.templates import Templates, Windows, choose
+from rubato.actors.fabric.traffic import Meter, Racks
 from rubato.actors.messages.fabric import (
     AskCircuits,
     AwaitCircuits,
@@ -24,10 +22,10 @@ from rubato.actors.messages.fabric import (
     FabricReport,
     InspectFabric,
     NoCircuits,
-    PhaseIntent,
     PhaseWindows,
     ReleaseCircuits,
 )
+from rubato.actors.messages.phases import PhaseIntent
 from rubato.planning.circuits import CircuitPlan, Cross, FabricSnapshot, Verdict, plan
 from rubato.planning.demand import Links
 from rubato.runtime.actor import Actor, handler

@@ -3,11 +3,13 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib.util import find_spec
 from itertools import chain, combinations
+from typing import NamedTuple
 
 import msgspec
 
-from rubato.actors.fabric.rhythm import Rhythm
+from rubato.actors.fabric.rhythm import Aim, Rhythm
 from rubato.actors.fabric.section import BASELINES, FabricSection
+from rubato.actors.messages.fabric import PhaseWindow, PhaseWindows
 from rubato.planning.demand import Demand, Flows, Links, flows, per_link
 from rubato.planning.multihop import LinearProgram, multi_hop
 from rubato.planning.phase_time import LinkRates, Operation, run_s, template
@@ -15,6 +17,7 @@ from rubato.planning.pods import pod_links
 from rubato.planning.switching import PhaseCost, Schedule, schedule
 from rubato.planning.topology import Planner, direct
 from rubato.planning.volumes import CHANGED, SMALL, Volumes, Way, demands, followed, strayed, volumes
+from rubato.planning.windows import Window, WindowPlan, plan_windows
 from rubato.runtime.errors import ConfigError
 from rubato.runtime.importer import load_configured
 from rubato.runtime.store.store import Fence, Store
@@ -23,6 +26,9 @@ KEY = "fabric/templates"
 
 ALL = ""
 """Stands for all phases: one template for their traffic in turn."""
+
+MOST_WINDOWS = 256
+"""Of a phase: the schedule of as many takes some tens of milliseconds."""
 
 
 class Profile(msgspec.Struct, frozen=True):
@@ -228,6 +234,63 @@ class Templates:
         self.book, self._planned = TemplateCache(endpoints, renewed), planned
         self._busy_s.clear()
         self._whole = None
+
+
+class Planned(NamedTuple):
+    """What a plan was made for, and the plan."""
+
+    given: tuple[object, ...]
+    candidates: tuple[Links, ...]
+    plan: WindowPlan
+
+
+class Windows:
+    """Circuits for the windows of each phase, as an actor announced it last: the exact schedule says between which of them circuits change."""
+
+    def __init__(self, templates: Templates) -> None:
+        self._templates = templates
+        self._told: dict[str, tuple[PhaseWindow, ...]] = {}
+        self._planned: dict[str, Planned] = {}
+
+    def note(self, message: PhaseWindows, racks: Callable[[str, tuple[Demand, ...]], tuple[Demand, ...]]) -> bool:
+        """Take them up, with traffic between racks; True when the templates changed. Raises ValueError for more than are worked on."""
+        if len(message.windows) > MOST_WINDOWS:
+            raise ValueError(f"{message.phase} was announced with {len(message.windows)} windows; at most {MOST_WINDOWS} are scheduled")
+        told = (PhaseWindow(each.name, each.lasts_s, racks(message.phase, each.traffic)) for each in message.windows)
+        self._told[message.phase] = tuple(told)
+        together: dict[tuple[str, str], int] = {}
+        for source, target, size_bytes in (way for each in self._told[message.phase] for way in each.traffic):
+            together[source, target] = together.get((source, target), 0) + size_bytes
+        return self._templates.learn(message.phase, tuple((*way, size_bytes) for way, size_bytes in together.items()), whole=True)
+
+    def first(self, phase: str, delay_s: float) -> Links | None:
+        """The circuits with which the phase begins; None where it has no windows."""
+        planned = self._plan(phase, delay_s)
+        return planned.candidates[planned.plan.choices[0]] if planned else None
+
+    def aims(self, phase: str, began: float, delay_s: float) -> list[Aim]:
+        """The changes within the phase that began at the loop time `began`."""
+        planned = self._plan(phase, delay_s)
+        changes = planned.plan.changes if planned else ()
+        return [Aim(phase, began + c.due_s, began + c.starts_s, restore=True, links=c.links, window=True) for c in changes]
+
+    def _plan(self, phase: str, delay_s: float) -> Planned | None:
+        """Candidates are the circuits planned for the windows of each name, and those for all of them in turn."""
+        told, templates = self._told.get(phase, ()), self._templates
+        if not any(each.traffic for each in told):
+            return None
+        endpoints = templates.book.endpoints
+        given, before = (told, endpoints, templates.dead, delay_s), self._planned.get(phase)
+        if before is None or before.given != given:
+            by_name: dict[str, list[Demand]] = {}
+            for each in told:
+                by_name.setdefault(each.name, []).extend(each.traffic)
+            turns = [tuple(traffic) for traffic in by_name.values() if traffic]
+            candidates = tuple(dict.fromkeys(templates.for_turns(some, endpoints) for some in (turns, *([turn] for turn in turns))))
+            windows = [Window((Operation(flows(each.traffic, endpoints)),), each.lasts_s) for each in told]
+            before = Planned(given, candidates, plan_windows(windows, candidates, len(endpoints), templates.rates, delay_s))
+            self._planned[phase] = before
+        return before
 
 
 def _planner(section: FabricSection) -> Planner:

@@ -1,22 +1,11 @@
-"""Fabric: phases of the job, circuits, and the optical switch that is an actor."""
+"""Fabric: windows of a phase, circuits, and the optical switch that is an actor."""
 
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import msgspec
 
+from rubato.actors.messages.phases import Phase
 from rubato.bus.message import Message, Request
-
-Phase = Literal["rollout", "train_step", "weight_sync"]
-
-
-class PhaseIntent(Message, frozen=True):
-    """The job is about to enter `phase` (or is in it, when `in_s` is 0); `traffic` is bytes between named actors."""
-
-    phase: Phase
-    epoch: int
-    """Of the phase: its step or version. With -1 the phase neither begins nor comes: only its traffic is told."""
-    in_s: float
-    traffic: tuple[tuple[str, str, int], ...] = ()
 
 
 class PhaseWindow(msgspec.Struct, frozen=True):

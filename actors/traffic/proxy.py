@@ -2,7 +2,7 @@
 
 from contextlib import suppress
 
-from rubato.actors.messages.fabric import PhaseIntent
+from rubato.actors.messages.phases import PhaseIntent
 from rubato.actors.proxy.picker import ProxyHook
 from rubato.bus.errors import NotSent
 

@@ -6,8 +6,8 @@ from contextlib import suppress
 from statistics import median
 from typing import TYPE_CHECKING, Any, cast
 
-from rubato.actors.messages.fabric import Phase, PhaseIntent
 from rubato.actors.messages.generation import GENERATION
+from rubato.actors.messages.phases import Phase, PhaseIntent
 from rubato.actors.plugins import load
 from rubato.actors.training.hooks import StepHook, TrainedStep
 from rubato.bus.errors import AskFailed

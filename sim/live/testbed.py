@@ -19,8 +19,9 @@ from rubato.actors.fabric.controller import FabricController
 from rubato.actors.fabric.emulated import EmulatedSwitch
 from rubato.actors.fabric.links import rates_mbps
 from rubato.actors.fabric.section import FabricSection
-from rubato.actors.messages.fabric import InspectFabric, Phase, PhaseIntent
+from rubato.actors.messages.fabric import InspectFabric
 from rubato.actors.messages.generation import GENERATION
+from rubato.actors.messages.phases import Phase, PhaseIntent
 from rubato.bus.link import Identity
 from rubato.bus.memory import MemoryNetwork, MemoryTransport
 from rubato.planning.circuits import Cross

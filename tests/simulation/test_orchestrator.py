@@ -12,10 +12,11 @@ from rubato.actors.fabric.controller import FabricController
 from rubato.actors.fabric.emulated import EmulatedSwitch
 from rubato.actors.fabric.section import FabricSection
 from rubato.actors.messages.engines import Obeyed, Reconfigure, SleepEngine, WakeEngine
-from rubato.actors.messages.fabric import AwaitCircuits, CircuitsReady, NoCircuits, PhaseIntent
+from rubato.actors.messages.fabric import AwaitCircuits, CircuitsReady, NoCircuits
 from rubato.actors.messages.generation import Generate, Route, Sampling
 from rubato.actors.messages.moves import Move, MovePrepared, NotMoved, PrepareMove
 from rubato.actors.messages.orchestration import OutOfDate, RequestEnded, Survey, Surveyed, TrajectorySeen
+from rubato.actors.messages.phases import PhaseIntent
 from rubato.actors.moves.engine import EngineMoves
 from rubato.actors.moves.orders import Orders
 from rubato.actors.orchestrator.orchestrator import Orchestrator

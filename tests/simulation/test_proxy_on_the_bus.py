@@ -10,7 +10,7 @@ from rubato.actors.engines.section import EngineSection, ScriptedSection
 from rubato.actors.engines.worker import EngineWorker
 from rubato.actors.fabric.controller import FabricController
 from rubato.actors.fabric.emulated import EmulatedSwitch
-from rubato.actors.messages.fabric import InspectFabric, PhaseIntent
+from rubato.actors.messages.fabric import InspectFabric
 from rubato.actors.messages.generation import (
     GENERATION,
     Abort,
@@ -25,6 +25,7 @@ from rubato.actors.messages.generation import (
     TokensSampled,
     VersionSpan,
 )
+from rubato.actors.messages.phases import PhaseIntent
 from rubato.actors.proxy.proxy import LLMProxy
 from rubato.bus.link import Identity
 from rubato.bus.memory import MemoryTransport

@@ -7,7 +7,8 @@ import pytest
 from rubato.actors.fabric.controller import FabricController
 from rubato.actors.fabric.emulated import EmulatedSwitch
 from rubato.actors.fabric.section import FabricSection
-from rubato.actors.messages.fabric import Circuit, FindSwitch, InspectFabric, PhaseIntent, SwitchRequest
+from rubato.actors.messages.fabric import Circuit, FindSwitch, InspectFabric, SwitchRequest
+from rubato.actors.messages.phases import PhaseIntent
 
 ROLLOUT = (("llm_proxy-1", "engine-1", 1000), ("llm_proxy-1", "engine-2", 900))
 SYNC = (("trainer-1", "engine-1", 5000), ("trainer-1", "engine-2", 5000))

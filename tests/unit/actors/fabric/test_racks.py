@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from rubato.actors.fabric.links import batches, links, rates_mbps
-from rubato.actors.fabric.racks import Racks
 from rubato.actors.fabric.section import FabricSection
+from rubato.actors.fabric.traffic import Racks
 from rubato.planning.circuits import Cross
 
 HOMES = {"trainer-1": 0, "engine-1": 0, "engine-2": 1, "engine-3": 1, "engine-4": 2, "node-1": 0, "node-2": 1, "node-3": 2}

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from rubato.actors.messages.fabric import PhaseIntent
 from rubato.actors.messages.generation import Abort, Aborted, Generate, Resume, Suspend, VersionSpan
+from rubato.actors.messages.phases import PhaseIntent
 from rubato.bus.errors import Failed
 from rubato.planning.engine_info import WeightsId
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from rubato.actors.config import TrainSection
-from rubato.actors.messages.fabric import PhaseIntent
+from rubato.actors.messages.phases import PhaseIntent
 from rubato.actors.messages.weights import WeightsPublished
 from rubato.actors.ranks.head import RankedEngine
 from rubato.actors.ranks.parts import HostShare
