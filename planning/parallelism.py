@@ -107,7 +107,9 @@ def coming(
     ordered = _begun_first(loads) if drawn else sorted(loads, key=lambda load: (-load.remaining, load))
     ways = {*divisions(num_gpus, sorted(engines))} - {degrees}
     dealt = [shares(ordered, way, engines, _starts(way, engines, degrees, steps)) for way in ways]
-    dealt = sorted([*dealt, *([_standing(current, loads, engines)] if current else [])], key=lambda each: (each.seconds, each.degrees))
+    if current:
+        dealt.append(_standing(current, loads, engines))
+    dealt.sort(key=lambda each: (each.seconds, each.degrees))
     finalists = [*dealt[:FINALISTS], *(each for each in dealt[FINALISTS:] if each.degrees == degrees)]
     refined = {each.degrees: each if drawn else _refine(each, engines) for each in finalists}
     if merges:

@@ -27,9 +27,7 @@ def test_racks_join_with_a_rank_each_until_the_mesh_has_all_and_then_with_engine
 
 
 def test_too_few_racks_for_ranks_and_an_engine_are_refused_in_a_sentence():
-    with pytest.raises(
-        ConfigError, match=r"^fabric.racks has 4 racks, and the lab needs 5: one to launch in, 3 for ranks, one for an eng"
-    ):
+    with pytest.raises(ConfigError, match=r"^fabric.racks has 4 racks, and the lab needs 5: one to launch in, 3 for ranks, one for an eng"):
         roles(load(CONFIG, [FOUR, "train.mesh.replicate=4"]))
 
 
