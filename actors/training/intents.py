@@ -50,9 +50,9 @@ class FabricIntents(StepHook):
         await self.intend("weight_sync", version)
 
     async def after_swap(self, version: int) -> None:
-        """What has the network now is the next rollout, unless the next step has begun before."""
+        """What has the network now is the rollout under it, of which the proxies tell too, unless the next step has begun before."""
         if self._began is None:
-            await self.intend("rollout", version + 1)
+            await self.intend("rollout", version)
 
     async def intend(self, phase: Phase, step: int, in_s: float = 0.0) -> None:
         """Tell what comes, `in_s` from now, or what begins; the controller may be away."""

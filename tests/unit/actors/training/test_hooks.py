@@ -265,7 +265,7 @@ def test_the_network_is_the_next_rollouts_once_all_have_the_weights_unless_a_ste
         await hook.before_step(4)
         await hook.after_swap(3)
 
-        assert told == [PhaseIntent("rollout", 4, 0.0), PhaseIntent("train_step", 4, 0.0)]
+        assert told == [PhaseIntent("rollout", 3, 0.0), PhaseIntent("train_step", 4, 0.0)]
 
     intents(play)
 
