@@ -374,11 +374,16 @@ class Book:
         return self._group(job).jobs[-1].job.name
 
     def regrouped(self, changed: int) -> RegroupingPlan:
-        """Which jobs move now that one has come to `changed`, or left it. Groups with a job that is not known yet, or leaves, stay as they are."""
+        """Which jobs move now that one has come to `changed`, or left it.
+
+        Groups with a job that is not known yet, or leaves, stay as they are, and so do those that a job is on its way to.
+        """
+        meant = {job.goes for job in self.jobs.values() if not job.over}
         settled = [
             group
             for group in self.groups()
-            if self._known(group)
+            if group.number not in meant
+            and self._known(group)
             and all(self.jobs[each.job.name].state == "running" and self.jobs[each.job.name].goes < 0 for each in group.jobs)
         ]
         left_s = {each.job.name: self._left_s(self.jobs[each.job.name]) for group in settled for each in group.jobs}

@@ -275,6 +275,15 @@ def test_a_job_that_leaves_or_is_not_known_yet_or_is_nearly_done_is_not_moved(ch
     assert book.regrouped(0).moves == ()
 
 
+def test_a_group_that_a_job_is_on_its_way_to_stays_until_it_has_come():
+    on_its_way = msgspec.structs.replace(running("b", 2, seen=seen(), needs=SAMPLES), state="queued", group=-1, node=-1, goes=1)
+    book = Book(section(nodes=3), [*halves(), on_its_way])
+
+    assert book.regrouped(0).moves == ()
+    book.jobs["b"] = msgspec.structs.replace(on_its_way, state="done")
+    assert len(book.regrouped(0).moves) == 1
+
+
 def test_a_live_pool_has_what_a_switch_costs_and_cores():
     pool = ClusterPoolSection(usd_hour=2.0, memory_gb=4, switch_s=3.0, cores=8)
     found = Book(section(rollout=pool)).cluster.rollout
