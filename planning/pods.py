@@ -2,6 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 from rubato.planning.demand import Flows, Links, Pair, per_link
@@ -103,41 +104,46 @@ def _splits(
 
 
 def _core(directed: Mapping[Pair, int], pod_of: Sequence[int], racks: Mapping[int, list[int]], splits: Sequence[PortSplit]) -> Links:
-    """Links per pair of pods; each joins the two racks with free ports that have most bytes for each other per link they have.
+    """Links per pair of pods; the next one of all joins the two racks with free ports that have most bytes for each other per link they have.
 
-    Racks of the two pods that have nothing for each other are joined last: by what each has for the other's pod.
+    Racks of two pods that have nothing for each other are joined last: by what each has for the other's pod.
     """
     between: Flows = defaultdict(int)
     beyond: dict[tuple[int, int], int] = defaultdict(int)
     """Bytes between a rack and another pod."""
-    partners: dict[Pair, list[Pair]] = defaultdict(list)
-    """Pairs of racks with bytes for each other, by their pair of pods."""
-    wants = per_link({pair: v for pair, v in directed.items() if pod_of[pair[0]] != pod_of[pair[1]]})
     for (a, b), size_bytes in directed.items():
         if pod_of[a] != pod_of[b]:
             between[pod_of[a], pod_of[b]] += size_bytes
             beyond[a, pod_of[b]] += size_bytes
             beyond[b, pod_of[a]] += size_bytes
-    for a, b in sorted(wants):
-        partners[_sorted(pod_of[a], pod_of[b])].append((a, b))
+    wants = per_link({pair: v for pair, v in directed.items() if pod_of[pair[0]] != pod_of[pair[1]]})
     free = [each.core for each in splits]
+    left = Counter(direct(per_link(between), [sum(free[rack] for rack in racks[pod]) for pod in range(len(racks))]))
     given: Counter[Pair] = Counter()
+    found: list[Pair] = []
+
+    def join(pair: Pair, pods: Pair) -> None:
+        given[pair] += 1
+        left[pods] -= 1
+        free[pair[0]], free[pair[1]] = free[pair[0]] - 1, free[pair[1]] - 1
+        found.append(pair)
 
     def end(pod: int, other: int) -> int:
         rack = max((r for r in racks[pod] if free[r]), key=lambda r: (beyond[r, other] / (given[r, -1] + 1), free[r], -r))
         given[rack, -1] += 1
         return rack
 
-    def join(pods: Pair) -> Pair:
-        open_ = [pair for pair in partners[pods] if free[pair[0]] and free[pair[1]]]
-        pair = max(open_, key=lambda pair: (wants[pair] / (given[pair] + 1), pair), default=None)
-        pair = pair or _sorted(end(*pods), end(pods[1], pods[0]))
-        given[pair] += 1
-        free[pair[0]], free[pair[1]] = free[pair[0]] - 1, free[pair[1]] - 1
-        return pair
-
-    found = direct(per_link(between), [sum(free[rack] for rack in racks[pod]) for pod in range(len(racks))])
-    return tuple(sorted(join(pair) for pair in found))
+    fullest = [(-size_bytes, pair) for pair, size_bytes in wants.items()]
+    heapify(fullest)
+    while fullest:
+        _, pair = heappop(fullest)
+        pods = _sorted(pod_of[pair[0]], pod_of[pair[1]])
+        if left[pods] and free[pair[0]] and free[pair[1]]:
+            join(pair, pods)
+            heappush(fullest, (-wants[pair] / (given[pair] + 1), pair))
+    for pods in sorted(left.elements()):
+        join(_sorted(end(*pods), end(pods[1], pods[0])), pods)
+    return tuple(sorted(found))
 
 
 def _sorted(a: int, b: int) -> Pair:
