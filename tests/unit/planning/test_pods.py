@@ -42,8 +42,8 @@ def test_a_rack_between_two_pods_keeps_ports_for_the_pod_that_has_most_bytes_for
     pod_of = [0, 0, 0, 0, 1, 1, 2, 2]
     from_pod_0 = {(rack, 4): 1 for rack in range(4)}
 
-    plan = plan_pods(from_pod_0 | {(4, 6): 8}, pod_of, 9, most_core=8)
+    plan = plan_pods(from_pod_0 | {(4, 6): 4}, pod_of, 9, most_core=8)
 
     number = Counter(plan.core)
-    assert number[4, 6] >= 4
+    assert number[4, 6] == 4
     assert all(number[pair] for pair in from_pod_0)
