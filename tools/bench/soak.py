@@ -149,7 +149,7 @@ def measured(folder: Path, words: Sequence[str], minutes: float) -> dict[str, An
         early_s = soak.start(resume=True)
         _sleep_until(began + 60.0 * minutes * (1 - LAST_SHARE))
         looks: list[Look] = []
-        while clock() < end:
+        while not looks or clock() < end:
             looks.append(soak.look())
             time.sleep(LOOK_S)  # noqa: TID251 - the span is what is asked for
         soak.stop()
