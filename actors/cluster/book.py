@@ -179,6 +179,8 @@ class Book:
         self.section = section
         self.cluster = section.cluster
         self.jobs = {record.name: record for record in records}
+        self.away = frozenset[int]()
+        """Rollout nodes that no job can be put on, for their hosts are not there."""
 
     def queue(self) -> list[JobRecord]:
         """Those that wait for a place, in their turn."""
@@ -210,6 +212,10 @@ class Book:
 
     def spot(self, record: JobRecord) -> Spot:
         """Its place now. A job whose times are not known gets free nodes, or else a trial beside others where it fits."""
+        spot = self._spot(record)
+        return Spot(-1, -1, self._waits(record)) if spot.node in self.away else spot
+
+    def _spot(self, record: JobRecord) -> Spot:
         if record.times is None:
             return self._trial(record)
         groups = self.groups()
@@ -261,6 +267,9 @@ class Book:
 
     def _waits(self, record: JobRecord) -> str:
         free = f"{len(self._free_nodes())} rollout and {len(self._free_pools())} training nodes are free"
+        if self.away:
+            hosts = sorted({self.section.rollout.host_of(node) for node in self.away})
+            free += f"; {len(self.away)} of {self.section.rollout.nodes} rollout nodes lie on {', '.join(hosts)}, not joined yet"
         if any(not self._known(group) for group in self.groups()):
             return f"job {record.name} waits: {free}, and a group has a job whose steps are being profiled"
         return f"job {record.name} waits: no group has room for it within memory and every job's bound, and {free}"
@@ -281,7 +290,7 @@ class Book:
 
     def _free_nodes(self) -> list[int]:
         taken = {job.node for job in self.jobs.values() if job.holds}
-        return [node for node in range(self.section.rollout.nodes) if node not in taken]
+        return [node for node in range(self.section.rollout.nodes) if node not in taken | self.away]
 
     def _free_pools(self) -> list[int]:
         taken = {job.group for job in self.jobs.values() if job.holds}

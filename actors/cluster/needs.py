@@ -1,5 +1,6 @@
 """Needs of a job, as its config says: GPUs, host memory, a step with every response at max_tokens; and the GPUs of the place that it is given."""
 
+import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +17,8 @@ from rubato.runtime.config.yaml_core import dump_yaml, read_yaml
 
 ENGINE, TRAINER, ENVIRONMENTS = "engine", "trainer", "env_manager"
 """Roles that compute on the rollout pool, on the training pool, and on the cores of rollout nodes."""
+
+PLACER = "rubato.actors.cluster.placer:ClusterPlacer"
 
 TRAIN_BYTES = {"float32": 18, "bfloat16": 8}
 """Per parameter: weights, summed gradients and AdamW's states, by `train.master_dtype`."""
@@ -131,6 +134,38 @@ def overrides(config: str, section: SchedulerSection, node: int, group: int) -> 
         if devices
         for name in actors[role]["pools"]
     ]
+
+
+# -- hosts of the job's place --------------------------------------------------------------------------------
+
+
+def check_hosts(name: str, config: str) -> str:
+    """Why the job can't be placed on hosts of the cluster, if it can't: it says itself where it runs."""
+    tree: dict[str, Any] = read_yaml(config)
+    for section, key in (("launch", "hosts"), ("bus", "host")):
+        if given := (tree.get(section) or {}).get(key):
+            return f"job {name} has {section}.{key}={given}, and nodes of this cluster lie on several hosts: it says which. Leave it out."
+    return ""
+
+
+def on_host(config: str, label: str, address: str) -> list[str]:
+    """What a life of the job is launched with whose rollout node lies on the host with this label; empty on the cluster's own.
+
+    `address` is where other hosts reach the cluster's.
+    """
+    actors: dict[str, Any] = read_yaml(config)["actors"]
+    counts = [
+        (f"actors.{role}.pools.{pool}.count", pool, each.get("count", 1)) if pool else (f"actors.{role}.count", role, each.get("count", 1))
+        for role in (ENGINE, ENVIRONMENTS)
+        if role in actors
+        for pool, each in (actors[role].get("pools") or {"": actors[role]}).items()
+    ]
+    brought = {part: num for _, part, num in counts if num}
+    hosts = {"rollout": {"pools": brought, "labels": [label]}} if label else {}
+    return [
+        *(f"{key}={0 if label else num}" for key, _, num in counts), f"bus.host='{address}'", f"launch.hosts={json.dumps(hosts)}",
+        f"launch.backend={PLACER if label else 'here'}",
+    ]  # fmt: skip
 
 
 def _roles(section: SchedulerSection, node: int = 0, group: int = 0) -> list[tuple[str, str, str]]:

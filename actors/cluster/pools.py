@@ -1,6 +1,7 @@
 """The pools of a cluster: the section of its config that says what they have and how jobs share them, and their names."""
 
 import difflib
+import re
 from pathlib import Path
 from typing import Any, Self
 
@@ -10,10 +11,14 @@ from rubato.actors import catalog
 from rubato.actors.cluster.lease import ROLLOUT, TRAINING
 from rubato.actors.config import ClusterSection
 from rubato.planning.coexecution import NodePool, SharedCluster
+from rubato.runtime.actor import Actor
 from rubato.runtime.config import Section
 from rubato.runtime.errors import ConfigError
 
 GB = 1e9
+CLUSTER_HOST, HOST_CLASS = "cluster_host", "rubato.actors.cluster.joined:ClusterHost"
+"""The role of a host that joined the cluster, and its class: only where nodes lie on such hosts."""
+LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,62}")
 
 
 class ClusterPoolSection(Section):
@@ -35,6 +40,8 @@ class ClusterPoolSection(Section):
     """Loading a job's states before its phase, where it shares the node: jobs are planned with it."""
     cores: float = Field(default=0.0, ge=0)
     """CPU cores of each node that environments may take; 0 leaves them uncounted. On rollout nodes alone."""
+    hosts: tuple[str, ...] = ()
+    """A label of the host on which each node lies, one for all or one for each; empty: the cluster's own. Of rollout nodes alone."""
 
     @field_validator("hardware")
     @classmethod
@@ -42,6 +49,14 @@ class ClusterPoolSection(Section):
         if name:
             catalog.hardware(name)
         return name
+
+    @field_validator("hosts")
+    @classmethod
+    def _are_labels(cls, hosts: tuple[str, ...]) -> tuple[str, ...]:
+        for label in hosts:
+            if label and not LABEL.fullmatch(label):
+                raise ValueError(f"{label!r} is no label of a host: use letters, digits and . _ : -")
+        return hosts
 
     @field_validator("devices", mode="before")
     @classmethod
@@ -54,6 +69,12 @@ class ClusterPoolSection(Section):
             raise ValueError(f"devices names {len(self.devices)}, and {self.nodes} nodes of {self.gpus} GPUs have {self.nodes * self.gpus}")
         return self
 
+    @model_validator(mode="after")
+    def _has_a_host_for_each(self) -> Self:
+        if len(self.hosts) not in (0, 1, self.nodes):
+            raise ValueError(f"hosts names {len(self.hosts)}, and there are {self.nodes} nodes: name one for all, or one for each")
+        return self
+
     @property
     def node(self) -> NodePool:
         """As planners have it."""
@@ -63,6 +84,10 @@ class ClusterPoolSection(Section):
     def devices_of(self, node: int) -> str:
         """CUDA_VISIBLE_DEVICES of a phase on `node`; empty where the pool names none."""
         return ",".join(self.devices[node * self.gpus : (node + 1) * self.gpus])
+
+    def host_of(self, node: int) -> str:
+        """Label of the host on which `node` lies; empty on the cluster's own."""
+        return self.hosts[node % len(self.hosts)] if self.hosts else ""
 
 
 class SchedulerSection(Section):
@@ -89,10 +114,25 @@ class SchedulerSection(Section):
             raise ValueError("training.cores has no effect: environments run beside rollouts. Set rollout.cores")
         return self
 
+    @model_validator(mode="after")
+    def _jobs_train_where_their_folders_are(self) -> Self:
+        if self.training.hosts:
+            raise ValueError(
+                "training.hosts has no effect: jobs train on the cluster's own host, where their folders are. Set rollout.hosts"
+            )
+        return self
+
     @property
     def cluster(self) -> SharedCluster:
         """As planners have it."""
         return SharedCluster(self.rollout.node, self.training.node, self.residents, self.epsilon)
+
+
+def labels_of(actor: Actor) -> dict[str, frozenset[str]]:
+    """Labels of each host that joined the cluster, by the name of its actor, as `actor` of the cluster sees them."""
+    records = [record for name in actor.peers(CLUSTER_HOST) if (record := actor.directory.find(name)) is not None]
+    nodes = {record.name: actor.directory.find(record.node) for record in records}
+    return {name: node.provides for name, node in nodes.items() if node is not None}
 
 
 def rollout_pool(node: int) -> str:

@@ -6,8 +6,9 @@ What it decides it writes before it says so or acts on it; jobs are processes of
 import asyncio
 import hmac
 import signal
+from collections.abc import Mapping
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
@@ -15,19 +16,23 @@ from rubato.actors.cluster.book import LOOKED_AT, PROFILED, Book, JobRecord, Spo
 from rubato.actors.cluster.cycles import Cycle, Cycles
 from rubato.actors.cluster.job import files
 from rubato.actors.cluster.lives import JobLife, opened
-from rubato.actors.cluster.needs import limit_over, overrides, prepared
+from rubato.actors.cluster.needs import check_hosts, limit_over, on_host, overrides, prepared
 from rubato.actors.cluster.permits import Permits
-from rubato.actors.cluster.pools import SchedulerSection, rollout_pool, training_pool
+from rubato.actors.cluster.pools import CLUSTER_HOST, HOST_CLASS, SchedulerSection, labels_of, rollout_pool, training_pool
 from rubato.actors.cluster.token import read_token
 from rubato.actors.messages.cluster import CancelJob, JobAccepted, JobRefused, StopJobs, SubmitJob
 from rubato.runtime.actor import Actor, handler
-from rubato.runtime.config import ActorConfig
+from rubato.runtime.config import ActorConfig, BusSection
+from rubato.runtime.config import Config as Job
 from rubato.runtime.errors import ExitCode
 from rubato.runtime.launch.shared import open_shared
 from rubato.runtime.monitor.source import RowTail
 from rubato.runtime.observe.trace import wall_s
 from rubato.runtime.store.redis import RedisStore
 from rubato.runtime.store.store import Fence, StoreUnavailable
+
+if TYPE_CHECKING:
+    from rubato.runtime.kernel import Kernel
 
 Reply = JobAccepted | JobRefused
 MAX_CONFIG_BYTES = 1 << 20
@@ -44,21 +49,38 @@ class ClusterScheduler(Actor):
 
     class Config(ActorConfig):
         scheduler: SchedulerSection
+        bus: BusSection = BusSection()
 
     config: Config
 
+    @classmethod
+    def brings(cls, tree: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {CLUSTER_HOST: {"class": HOST_CLASS, "count": 0, "restarts": 100}} if _names_hosts(tree) else {}
+
+    @classmethod
+    def check(cls, job: Job) -> None:
+        if any(job.section("scheduler").rollout.hosts) and not job.bus.host:
+            raise ValueError(
+                "scheduler.rollout.hosts names hosts that join the cluster: set bus.host, this host's address as they reach it"
+            )
+
+    def __init__(self, config: Any, kernel: "Kernel") -> None:
+        super().__init__(config, kernel)
+        self._section = self.config.scheduler
+        self._book, self._wake = Book(self._section), asyncio.Event()
+
     async def on_start(self) -> None:
         """Find what runs; what should and doesn't comes back as a new arrival."""
-        self._section = self.config.scheduler
         self._token = read_token(self.run.folder)
         self._shared: RedisStore = open_shared(self.run.folder)
         self._lives: dict[str, JobLife] = {}
         self._rows: dict[str, RowTail] = {}
         self._stopping, self._writing = False, asyncio.Lock()
-        self._wake, self._idle = asyncio.Event(), asyncio.Event()
+        self._idle = asyncio.Event()
         self._wake.set()
         found = (await self.store.scan("jobs/")).values()
         self._book = Book(self._section, [msgspec.msgpack.decode(value, type=JobRecord) for value in found])
+        self._look_at_hosts()
         self._cycles = Cycles(frozenset(map(rollout_pool, range(self._section.rollout.nodes))), wall_s())
         for record in list(self._book.jobs.values()):
             if record.holds:
@@ -66,6 +88,11 @@ class ClusterScheduler(Actor):
         self.spawn(self._place_jobs(), name="scheduler.place")
         for pool in self._pools():
             self.spawn(self._listen(pool), name=f"scheduler.{pool}")
+
+    async def on_peers(self, joined: tuple[str, ...], left: tuple[str, ...]) -> None:
+        """A host may have come, on which a job waits for a place."""
+        self._look_at_hosts()
+        self._wake.set()
 
     async def on_stop(self) -> None:
         """Jobs go on."""
@@ -88,6 +115,8 @@ class ClusterScheduler(Actor):
             self._book.check(record)
         except ValueError as error:
             return JobRefused(f"{error}.")
+        if self._section.rollout.hosts and (why := await self.offload(check_hosts, request.name, request.config)):
+            return JobRefused(why)
         spot = self._book.spot(record)
         record = msgspec.structs.replace(record, why=spot.why)
         await self.offload(self._keep_config, request.name, request.config)
@@ -275,8 +304,19 @@ class ClusterScheduler(Actor):
         config = files(self._folder(record.name)).config.read_text()
         return [
             f"cluster.rollout_pool={rollout_pool(record.node)}", f"cluster.training_pool={training_pool(record.group)}",
-            *overrides(config, self._section, record.node, record.group),
+            *overrides(config, self._section, record.node, record.group), *self._where(config, record.node),
         ]  # fmt: skip
+
+    def _where(self, config: str, node: int) -> list[str]:
+        pool = self._section.rollout
+        return on_host(config, pool.host_of(node), self.config.bus.host) if pool.hosts else []
+
+    def _look_at_hosts(self) -> None:
+        """Nodes whose hosts are not there take no jobs."""
+        pool = self._section.rollout
+        if pool.hosts:
+            there = frozenset[str]().union(*labels_of(self).values(), {""})
+            self._book.away = frozenset(node for node in range(pool.nodes) if pool.host_of(node) not in there)
 
     def _folder(self, name: str) -> Path:
         return self.run.folder / "jobs" / name
@@ -360,6 +400,13 @@ def last_step(folder: Path) -> int:
     """The newest step that the job in `folder` has finished."""
     rows = RowTail(folder / "metrics.jsonl").read()
     return int(rows[-1].get("step", 0)) if rows else 0
+
+
+def _names_hosts(tree: Mapping[str, Any]) -> bool:
+    """Of a config that is not checked yet."""
+    section: Any = tree.get("scheduler")
+    pool: Any = section.get("rollout") if isinstance(section, dict) else None
+    return isinstance(pool, dict) and bool(pool.get("hosts"))
 
 
 WRONG_TOKEN = "the token is not this cluster's: it is in DIR/token, which its owner alone reads."

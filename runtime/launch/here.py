@@ -26,16 +26,7 @@ class ThisHost:
         if spec.gpus:
             raise NotPlaced("this host's GPUs go to its own pools: raise the count of these, or change launch.backend.")
         make_private(self._folder)
-        log = self._folder / f"{spec.name}.{next(self._numbers)}.log"
-        with log.open("wb") as file:
-            process = await start_module(
-                join.module, *join.arguments,
-                cwd=self._folder, stdin=asyncio.subprocess.PIPE, stdout=file, stderr=file, start_new_session=True,
-            )  # fmt: skip
-        assert process.stdin is not None
-        process.stdin.write(f"{join.token}\n".encode())
-        process.stdin.close()
-        host = LocalHost(process, log, self.hosts.discard)
+        host = await start_here(join, self._folder / f"{spec.name}.{next(self._numbers)}.log", self.hosts.discard)
         self.hosts.add(host)
         return host
 
@@ -55,3 +46,16 @@ class LocalHost(ActorChild):
         self.kill()
         await self.ended()
         self._released(self)
+
+
+async def start_here(join: JoinCommand, log: Path, released: Callable[[LocalHost], None]) -> LocalHost:
+    """Run `join` on this host, in the folder of its `log`."""
+    with log.open("wb") as file:
+        process = await start_module(
+            join.module, *join.arguments,
+            cwd=log.parent, stdin=asyncio.subprocess.PIPE, stdout=file, stderr=file, start_new_session=True,
+        )  # fmt: skip
+    assert process.stdin is not None
+    process.stdin.write(f"{join.token}\n".encode())
+    process.stdin.close()
+    return LocalHost(process, log, released)

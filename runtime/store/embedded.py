@@ -10,6 +10,7 @@ from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, NamedTuple
+from urllib.parse import urlsplit
 
 from rubato.runtime.errors import LaunchError, has_no_room
 from rubato.runtime.launch.children import die_with_parent
@@ -234,6 +235,11 @@ def rule(password: str) -> str:
 def guest_rule(guest: ScopedGuest) -> str:
     """The same for the keys of one scope."""
     return _rule(GUEST, guest.password, f"~rubato:{{{guest.scope}}}:*")
+
+
+def as_guest(url: str, password: str) -> str:
+    """The `url` of a server's user as that of its guest, who has `password`: on a host that joined the path is another."""
+    return f"unix://{urlsplit(url).path}?username={GUEST}&password={password}"
 
 
 def _rule(user: str, password: str, keys: str) -> str:

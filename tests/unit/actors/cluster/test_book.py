@@ -321,3 +321,30 @@ def test_a_tail_that_was_seen_frees_its_places_in_the_plan_of_seen_steps_alone()
 
     assert profile(book.jobs["a"], book.section, as_seen=True).tail == RolloutTail(0.5, 0.25)
     assert profile(book.jobs["a"], book.section).tail == RolloutTail()
+
+
+# -- nodes on hosts that joined -----------------------------------------------------------------------------
+
+
+def hosted(nodes, hosts, away):
+    book = Book(section(nodes, rollout=ClusterPoolSection(nodes=nodes, usd_hour=2.0, memory_gb=4, hosts=hosts)))
+    book.away = frozenset(away)
+    return book
+
+
+def test_a_node_whose_host_is_not_there_takes_no_job():
+    assert hosted(2, ["near", "far"], {0}).spot(record("a")).node == 1
+
+
+def test_a_job_without_a_place_is_told_which_host_its_node_waits_for():
+    spot = hosted(1, ["far"], {0}).spot(record("a"))
+
+    assert spot.group == -1
+    assert spot.why.endswith("0 rollout and 1 training nodes are free; 1 of 1 rollout nodes lie on far, not joined yet")
+
+
+def test_nor_does_it_join_a_group_there():
+    book = hosted(1, ["far"], {0})
+    book.jobs["a"] = running("a", seen=seen())
+
+    assert book.spot(record("b")).group == -1
