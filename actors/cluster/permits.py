@@ -70,6 +70,8 @@ class Grant:
         """Set once it is no longer held. See `is_held` for who has not been told yet."""
         self.until = 0.0
         """Loop time up to which it is held for certain."""
+        self.lapses = False
+        """It is not given back at the end of the block: what computed under it may not have heard of that end."""
 
     @property
     def is_held(self) -> bool:
@@ -112,7 +114,7 @@ class Permits:
         Who stops waiting leaves the line. A permit that is lost meanwhile ends nothing by itself: what computes looks at
         `grant.is_held`. A job that asks anew for the same pool and phase takes over from who asked before, and
         from where that stood: it was started again. A block that is cancelled does not give the permit back, which lapses: what it began
-        may still be running. A cluster that is away is waited for.
+        may still be running; nor does one whose grant `lapses`. A cluster that is away is waited for.
         """
         self._answered = asyncio.get_running_loop().time()
         stand = Stand(job, phase, await _patiently(lambda: self._store.increment(TICKETS)), wall_s())
@@ -133,7 +135,8 @@ class Permits:
             if grant is None:
                 await self._leave(pool, stand)
             raise
-        await self._leave(pool, stand)
+        if not grant.lapses:
+            await self._leave(pool, stand)
         if raised is not None:
             raise raised
 

@@ -237,6 +237,8 @@ class RolloutPermit(ProxyHook):
         """Under way at once since this grant."""
         self._awake: dict[str, int] = {}
         """Engines that are awake under this grant, with their incarnations."""
+        self._told = set[str]()
+        """Engines that were told to wake under it, and have not said since that they sleep."""
         self._kept: frozenset[str] | None = None
         """The engines of the tail, once the others are the next job's."""
         self._blocked = frozenset[int]()
@@ -292,7 +294,7 @@ class RolloutPermit(ProxyHook):
                 self._lease.lost(grant)
 
     async def _hold(self, permits: Permits, grant: Grant) -> None:
-        self._awake, self._most, self.is_held = {}, self._num_rollouts, True
+        self._awake, self._told, self._most, self.is_held = {}, set(), self._num_rollouts, True
         own = frozenset(name for name in self._actor.peers(GENERATION) if place_of(name) in grant.places)
         self._kept = own or None  # the proxy before this one may have had a tail
         try:
@@ -303,11 +305,18 @@ class RolloutPermit(ProxyHook):
                 for task in beside:
                     task.cancel()
         except Exception:
-            await self._sleep(self._actor.peers(GENERATION))
+            await self._end(grant)
             raise
         finally:
             self.is_held = False
+        await self._end(grant)
+
+    async def _end(self, grant: Grant) -> None:
+        """Of an engine that did not say that it sleeps, as one on a host that is cut off, the permit may last until it lapses."""
         await self._sleep(self._actor.peers(GENERATION))
+        grant.lapses = bool(self._told)
+        if grant.lapses:
+            self._actor.log.warning("permit_lapses", pool=grant.pool, engines=sorted(self._told))
 
     async def _turn(self, permits: Permits, grant: Grant) -> None:
         """Until the step's rollouts are over, or the permit is lost."""
@@ -330,7 +339,8 @@ class RolloutPermit(ProxyHook):
             return
         others = [seat for seat in seats if seat.name not in plan.kept]
         await self._move(plan.moves)
-        await self._sleep(seat.name for seat in others)
+        if not await self._sleep(seat.name for seat in others):
+            return
         # What came before the engines were known to sleep: new requests go to those that are awake.
         await self._move({request: min(plan.kept) for seat in others for request in seat.requests})
         kept = plan.kept | {seat.name for seat in others if seat.requests}
@@ -363,21 +373,23 @@ class RolloutPermit(ProxyHook):
                     tasks.create_task(self._wake_one(record, grant))
 
     async def _wake_one(self, record: ActorRecord, grant: Grant) -> None:
+        self._told.add(record.name)
         if await self._order(record.name, WakeEngine(grant.epoch)):
             self._awake[record.name] = record.incarnation
         else:
             await asyncio.sleep(PAUSE_S)
             self._changed.set()
 
-    async def _sleep(self, names: Iterable[str]) -> None:
-        """A place goes to the next job once nothing of this one is left on it."""
+    async def _sleep(self, names: Iterable[str]) -> bool:
+        """A place goes to the next job once nothing of this one is left on it. Whether they all sleep."""
         async with asyncio.TaskGroup() as tasks:
-            for name in names:
-                tasks.create_task(self._order(name, SleepEngine(level=2)))
+            orders = {name: tasks.create_task(self._order(name, SleepEngine(level=2))) for name in names}
+        self._told -= {name for name, order in orders.items() if order.result()}
+        return all(order.result() for order in orders.values())
 
     async def _order(self, name: str, order: WakeEngine | SleepEngine) -> bool:
         try:
-            await self._actor.ref(name).ask(order, timeout=ORDER_S)
+            await self._actor.ref(name).ask(order, timeout=ORDER_S, retry=False)
         except AskFailed as error:
             self._actor.log.warning("order_failed", engine=name, order=type(order).__name__, error=str(error))
             return False
@@ -420,6 +432,7 @@ class PermittedOrders(Orders):
         await self._lease.permits.watch(grant, self._place)
         if self._grant is grant and not engine.load().asleep:
             self._actor.log.warning("permit_lost", pool=grant.pool, phase=ROLLOUT, epoch=grant.epoch)
+            await engine.sleep()  # before any proxy is told, which may be out of reach
             await self.carry_out(SleepEngine())
 
 
