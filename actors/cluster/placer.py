@@ -7,7 +7,7 @@ import asyncio
 import os
 import secrets
 import signal
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -146,15 +146,12 @@ async def guest(cluster: Path) -> AsyncGenerator[Guest]:
         yield me
 
 
-async def _with_labels(me: Guest, labels: Iterable[str]) -> str:
-    """The host of the cluster that has them all, once one has joined; the first is its own. Raises NotPlaced where it lacks others."""
-    own, *others = labels
+async def _with_labels(me: Guest, labels: Sequence[str]) -> str:
+    """The host of the cluster that has them all, once one has joined; the first is its node's. Raises NotPlaced where that lacks others."""
     while True:
         has = labels_of(me)
-        found = [name for name, its in has.items() if own in its]
-        fit = [name for name in found if has[name].issuperset(others)]
-        if fit:
+        if fit := [name for name, its in has.items() if its.issuperset(labels)]:
             return fit[0]
-        if found:
-            raise NotPlaced(f"the host {own} of the cluster is none of {', '.join(others)}: add that to its host.labels.")
+        if any(labels[0] in its for its in has.values()):
+            raise NotPlaced(f"the host {labels[0]} of the cluster is none of {', '.join(labels[1:])}: add that to its host.labels.")
         await me.directory.change()

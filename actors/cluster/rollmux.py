@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from rubato.actors import plugins
 from rubato.actors.cluster.lease import ROLLOUT, TRAINING, WEIGHT_SYNC, GivenUp, GivenUpMidway, Held, Rests, advance
-from rubato.actors.cluster.permits import Grant, PermitLost, Permits, permits_of
+from rubato.actors.cluster.permits import TTL_S, Grant, PermitLost, Permits, permits_of
 from rubato.actors.config import ClusterSection, engine_specs
 from rubato.actors.engines.engine import SLEEP, Engine, EngineError, require
 from rubato.actors.envs.rollout import RolloutHook
@@ -292,6 +292,8 @@ class RolloutPermit(ProxyHook):
                 await self._hold(self._lease.permits, grant)
             if grant.until <= asyncio.get_running_loop().time():
                 self._lease.lost(grant)
+            if grant.lapses:  # who asks anew before would go on in its place
+                await asyncio.sleep(TTL_S)
 
     async def _hold(self, permits: Permits, grant: Grant) -> None:
         self._awake, self._told, self._most, self.is_held = {}, set(), self._num_rollouts, True

@@ -8,6 +8,7 @@ import pytest
 import pytest_asyncio
 
 from rubato.runtime.launch.placer import NotPlaced
+from tests.contract.cluster_bed import cluster, joined_hosts
 from tests.contract.placers import ANY, BEDS, PlacerBed, does
 from tests.contract.slurm_bed import nodes, slurm
 
@@ -20,9 +21,20 @@ def slurm_nodes():
         yield cluster
 
 
-@pytest_asyncio.fixture(params=[*BEDS, pytest.param("slurm", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module")
+def cluster_hosts(tmp_path_factory):
+    with joined_hosts(tmp_path_factory.mktemp("cluster")) as folder:
+        yield folder
+
+
+@pytest_asyncio.fixture(params=[*BEDS, *(pytest.param(name, marks=pytest.mark.slow) for name in ("slurm", "cluster"))])
 async def bed(request, tmp_path) -> PlacerBed:
-    make = BEDS[request.param] if request.param in BEDS else partial(slurm, cluster=request.getfixturevalue("slurm_nodes"))
+    if request.param in BEDS:
+        make = BEDS[request.param]
+    elif request.param == "slurm":
+        make = partial(slurm, cluster=request.getfixturevalue("slurm_nodes"))
+    else:
+        make = partial(cluster, hosts=request.getfixturevalue("cluster_hosts"))
     async with make(tmp_path) as made:
         yield made
 

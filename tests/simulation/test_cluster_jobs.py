@@ -6,7 +6,9 @@ import json
 import pytest
 
 from rubato.actors.cluster.permits import TTL_S, Permits
+from rubato.actors.cluster.rollmux import PermittedOrders
 from rubato.actors.config import ClusterSection
+from rubato.actors.engines.engine import EngineError
 from rubato.actors.engines.section import EngineSection, ScriptedSection
 from rubato.actors.engines.worker import EngineWorker
 from rubato.actors.messages.engines import WakeEngine
@@ -426,6 +428,56 @@ class SlowBlobs(MemoryBlobStore):
     async def get(self, name, version, *, check=True):
         await asyncio.sleep(TTL_S + 4)
         return await super().get(name, version, check=check)
+
+
+@virtual
+async def test_an_engine_sleeps_when_its_permit_is_over_though_no_proxy_can_be_told(tmp_path, cluster):
+    async with asyncio.TaskGroup() as tasks:
+        bench = Bench(tasks, tmp_path)
+        await bench.start(Proxy, "llm_proxy-1", ActorConfig())
+        section = EngineSection(kind="scripted", scripted=ScriptedSection(token_s=0.1))
+        worker = await bench.start(EngineWorker, "engine-1", EngineWorker.Config(engine=section, cluster=ClusterSection(dir="a", job="a")))
+        asked = tasks.create_task(bench.ask(request(num=100)))
+
+        async with cluster.permits.hold("rollout", "rollout", "a") as held:
+            await bench.ask(WakeEngine(held.epoch))
+            tell, worker.tell_proxies = worker.tell_proxies, lambda: asyncio.sleep(30)
+            cluster.links["a"].cut("silent")  # its host is cut off
+            await asyncio.sleep(TTL_S)
+            num = worker._num_tokens
+            await asyncio.sleep(TTL_S)
+
+            assert 0 < num < 100
+            assert worker._num_tokens == num
+            cluster.links["a"].mend()
+            worker.tell_proxies = tell
+            await bench.ask(WakeEngine(held.epoch))
+            assert len(unpack_i32((await asked).tokens.ids)) == 100
+        for kernel in bench.kernels.values():
+            kernel.stop()
+
+
+@virtual
+async def test_the_permit_of_a_turn_whose_engines_did_not_all_say_that_they_sleep_lapses(tmp_path, cluster, monkeypatch):
+    model, loop, sleep = write_tokenizer(tmp_path / "model"), asyncio.get_running_loop(), PermittedOrders._sleep
+    heard, refused = asyncio.Event(), []
+
+    async def deaf(orders, engine, level):
+        if orders.worker.name == "engine-2" and not heard.is_set():
+            refused.append(loop.time())
+            raise EngineError("its host is cut off")
+        return await sleep(orders, engine, level)
+
+    monkeypatch.setattr(PermittedOrders, "_sleep", deaf)
+    async with asyncio.TaskGroup() as tasks:
+        job = tasks.create_task(run(tmp_path / "a", config(model, "a", "run.steps=20", *share("a"))))
+        await cluster.held("rollout", "a")
+        async with cluster.permits.hold("rollout", "rollout", "b"):
+            assert loop.time() - refused[-1] > TTL_S / 2
+            heard.set()
+
+    assert len(job.result()) == 20 * 8
+    assert (await cluster.turns("rollout"))[:3] == ["a", "b", "a"]
 
 
 @virtual
