@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -148,12 +148,13 @@ def check_hosts(name: str, config: str) -> str:
     return ""
 
 
-def on_host(config: str, label: str, address: str) -> list[str]:
+def on_host(config: str, label: str, address: str, labels: Iterable[str] = ()) -> list[str]:
     """What a life of the job is launched with whose rollout node lies on the host with this label; empty on the cluster's own.
 
-    `address` is where other hosts reach the cluster's.
+    `address` is where other hosts reach the cluster's, and `labels` are its own, by which weights find their way.
     """
-    actors: dict[str, Any] = read_yaml(config)["actors"]
+    tree: dict[str, Any] = read_yaml(config)
+    actors, own = tree["actors"], sorted({*labels, *(tree.get("host") or {}).get("labels", ())})
     counts = [
         (f"actors.{role}.pools.{pool}.count", pool, each.get("count", 1)) if pool else (f"actors.{role}.count", role, each.get("count", 1))
         for role in (ENGINE, ENVIRONMENTS)
@@ -164,7 +165,7 @@ def on_host(config: str, label: str, address: str) -> list[str]:
     hosts = {"rollout": {"pools": brought, "labels": [label]}} if label else {}
     return [
         *(f"{key}={0 if label else num}" for key, _, num in counts), f"bus.host='{address}'", f"launch.hosts={json.dumps(hosts)}",
-        f"launch.backend={PLACER if label else 'here'}",
+        f"launch.backend={PLACER if label else 'here'}", f"host.labels={json.dumps(own)}",
     ]  # fmt: skip
 
 

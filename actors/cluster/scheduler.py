@@ -308,8 +308,10 @@ class ClusterScheduler(Actor):
         ]  # fmt: skip
 
     def _where(self, config: str, node: int) -> list[str]:
-        pool = self._section.rollout
-        return on_host(config, pool.host_of(node), self.config.bus.host) if pool.hosts else []
+        pool, own = self._section.rollout, self.directory.find(self.node)
+        if not pool.hosts:
+            return []
+        return on_host(config, pool.host_of(node), self.config.bus.host, own.provides if own is not None else ())
 
     def _look_at_hosts(self) -> None:
         """Nodes whose hosts are not there take no jobs."""

@@ -43,6 +43,12 @@ def test_a_job_s_engines_and_environments_are_brought_by_the_host_of_its_node():
     assert job.bus.host == "10.0.0.1"
 
 
+def test_a_job_s_own_labels_and_those_of_the_cluster_s_host_are_of_its_first_host():
+    config = load(CONFIGS / "cluster_job.yaml", ["host.labels=[mine]"]).dump()
+
+    assert load(CONFIGS / "cluster_job.yaml", on_host(config, "far", "10.0.0.1", {"pod:a"})).host.labels == ("mine", "pod:a")
+
+
 def test_pools_of_engines_go_there_each_with_its_labels():
     pools = "actors.engine={class: 'rubato.actors.engines.worker:EngineWorker', pools: {a: {count: 2, labels: [h20]}, b: {count: 0}}}"
     job = launched(["far"], pools)
