@@ -239,6 +239,8 @@ class RolloutPermit(ProxyHook):
         """Engines that are awake under this grant, with their incarnations."""
         self._told = set[str]()
         """Engines that were told to wake under it, and have not said since that they sleep."""
+        self._whole = False
+        """An engine did not say that it sleeps: this turn keeps the pool to its end."""
         self._kept: frozenset[str] | None = None
         """The engines of the tail, once the others are the next job's."""
         self._blocked = frozenset[int]()
@@ -296,7 +298,7 @@ class RolloutPermit(ProxyHook):
                 await asyncio.sleep(TTL_S)
 
     async def _hold(self, permits: Permits, grant: Grant) -> None:
-        self._awake, self._told, self._most, self.is_held = {}, set(), self._num_rollouts, True
+        self._awake, self._told, self._most, self._whole, self.is_held = {}, set(), self._num_rollouts, False, True
         own = frozenset(name for name in self._actor.peers(GENERATION) if place_of(name) in grant.places)
         self._kept = own or None  # the proxy before this one may have had a tail
         try:
@@ -325,7 +327,7 @@ class RolloutPermit(ProxyHook):
         while self._wanted and not grant.lost.is_set():
             self._changed.clear()
             await self._wake(grant)
-            if self._kept is None and is_tail(self._num_rollouts, self._most) and len(self._awake) > 1:
+            if self._kept is None and not self._whole and is_tail(self._num_rollouts, self._most) and len(self._awake) > 1:
                 line = (await permits.lines())[grant.pool]
                 if line.queue and line.tail is None:
                     await self._narrow(permits, grant)
@@ -341,7 +343,8 @@ class RolloutPermit(ProxyHook):
             return
         others = [seat for seat in seats if seat.name not in plan.kept]
         await self._move(plan.moves)
-        if not await self._sleep(seat.name for seat in others):
+        self._whole = not await self._sleep(seat.name for seat in others)
+        if self._whole:
             return
         # What came before the engines were known to sleep: new requests go to those that are awake.
         await self._move({request: min(plan.kept) for seat in others for request in seat.requests})

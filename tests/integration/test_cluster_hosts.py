@@ -136,7 +136,7 @@ def test_jobs_take_turns_on_a_node_of_another_host(lab):
     for name, other in ("ab", "ba"):
         tokens = lab.computed(name)
         assert lab.steps(name) == list(range(1, STEPS + 1))
-        assert len(tokens) >= STEPS * 16 * 24, "the node is on the other host"
+        assert len(tokens) > STEPS * SLOTS, "the node is on the other host"
         assert foreign(tokens, [each for each in held if each.job == other]) == []
     turns = [job for job, _ in itertools.groupby(each.job for each in held)]
     assert min(turns.count("a"), turns.count("b")) >= STEPS // 2
