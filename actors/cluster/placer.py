@@ -16,11 +16,12 @@ from rubato.actors.cluster.pools import labels_of
 from rubato.actors.messages.cluster_hosts import AwaitHost, HostEnded, HostNotStarted, SignalHost, StartHost
 from rubato.bus.errors import AskFailed
 from rubato.runtime.config import Config
-from rubato.runtime.errors import RubatoError
+from rubato.runtime.errors import LaunchError, RubatoError
 from rubato.runtime.guest import Guest, join
 from rubato.runtime.host import Ending
 from rubato.runtime.launch.card import read_card
 from rubato.runtime.launch.placer import HostSpec, JoinCommand, NotPlaced
+from rubato.runtime.store.store import StoreUnavailable
 
 ASK_S = 20.0
 """Longer than a command that stays is waited for."""
@@ -49,8 +50,9 @@ class ClusterPlacer:
         run = read_card(self._folder).id
         order = StartHost(number, run, self._life, join.module, join.arguments, join.token, self._lapse_s)
         while True:
-            with suppress(AskFailed):  # it left meanwhile: another one may come
+            with suppress(AskFailed, LaunchError, StoreUnavailable):  # it left meanwhile, or the cluster is being started again
                 return await self._start(order, spec.labels)
+            await asyncio.sleep(AGAIN_S)
 
     async def _start(self, order: StartHost, labels: tuple[str, ...]) -> "JoinedHost":
         async with guest(self._cluster) as me:
@@ -58,7 +60,7 @@ class ClusterPlacer:
             host = JoinedHost(self._cluster, name, order)
             try:
                 reply = await me.ref(name).ask(order, timeout=ASK_S)
-            except asyncio.CancelledError:
+            except (AskFailed, asyncio.CancelledError):
                 await host.release()
                 raise
         if isinstance(reply, HostNotStarted):
@@ -132,11 +134,11 @@ class JoinedHost:
 
     async def _tell(self, me: Guest) -> None:
         while True:
-            await self._signalled.wait()
             self._signalled.clear()
             while self._signals:
                 await me.ref(self._name).ask(SignalHost(self._order.id, self._signals[0]), timeout=ASK_S)
                 self._signals.pop(0)
+            await self._signalled.wait()
 
 
 @asynccontextmanager
