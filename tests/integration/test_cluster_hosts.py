@@ -4,11 +4,13 @@ job stand still, for longer than a permit lasts. Needs root and iproute2.
 
 import asyncio
 import itertools
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -99,6 +101,12 @@ class TwoHosts(Lab):
             for line in file.read_text().splitlines()
         )  # fmt: skip
 
+    def pulled(self, name):
+        """How often the second host brought each version of a blob from the first."""
+        logs = self.place.glob(f"far/hosts/runs/{name}-*/logs/node-*.jsonl")
+        events = [json.loads(line) for log in logs for line in log.read_text().splitlines()]
+        return Counter((event["blob"], event["version"]) for event in events if event["event"] == "blob_pulled")
+
     def processes(self, name):
         """Of the job, on the second host."""
         part = f"far/hosts/runs/{name}-".encode()
@@ -138,6 +146,9 @@ def test_jobs_take_turns_on_a_node_of_another_host(lab):
         assert lab.steps(name) == list(range(1, STEPS + 1))
         assert len(tokens) > STEPS * SLOTS, "the node is on the other host"
         assert foreign(tokens, [each for each in held if each.job == other]) == []
+        pulled = lab.pulled(name)
+        assert {1, STEPS - 1} <= {version for _, version in pulled}
+        assert set(pulled.values()) == {1}, "weights cross to the other host once"
     turns = [job for job, _ in itertools.groupby(each.job for each in held)]
     assert min(turns.count("a"), turns.count("b")) >= STEPS // 2
     assert not list(lab.place.glob("C/jobs/*/model/computed"))
