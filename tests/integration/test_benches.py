@@ -51,6 +51,7 @@ SHORT = {
     "orchestrator": ([], r"uniform: off [\d.]+ s, on [\d.]+ s.*virtual"),
     "quickstart": ([], r"actors: 0.8 after .* 3 steps in \d"),
     "ranks": ([], r"grad_rel_err +\d"),
+    "slo": ([], r"attained: \d+% of 3 jobs"),
     "stragglers": ([], r"drop over wait: steps/s \d"),
     "vs_trl": ([], r"Rubato: [\d.]+ samples/s"),
     "weights": (["--deltas"], r'"changed_frac": 0\.\d'),
