@@ -118,7 +118,7 @@ async def test_closing_the_iterator_frees_the_slot(engine):
 
 @every_engine
 async def test_nothing_is_sampled_while_suspended_and_requests_go_on_after(engine):
-    chunks = engine.generate(Work("a", "s", prompt_of(1), Sampling(40)))
+    chunks = engine.generate(Work("a", "s", prompt_of(1), Sampling(200)))
     await first_tokens(chunks, 2)
 
     await engine.suspend()
