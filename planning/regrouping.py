@@ -2,7 +2,7 @@
 
 RollMux (arXiv 2512.11306) never moves a job, so that what departures leave stays until the last job of a group is done. A move stops a job
 and starts it cold elsewhere: its time is lost and its own nodes are paid meanwhile, and its bound must hold over the steps left all the same.
-Whoever is slowed by it pays for its share of the nodes longer, and the group that it comes to is kept for as long as it stays.
+A job that is slowed by it pays for its share of the nodes longer, and the group that it comes to is kept for as long as it stays.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -5,7 +5,7 @@
     GET /healthz/ready   200 while the Store answers and every actor of this host is up; else 503, with the reason
 
 The first host's figures are those of all actors of the job, a joined host's those of its own. They are what the agent has seen last: a
-request asks nobody. Where RUBATO_HOST_TOKEN is set, none is answered without it (`Authorization: Bearer`); beyond the loopback it has to be.
+request asks no actor. Where RUBATO_HOST_TOKEN is set, none is answered without it (`Authorization: Bearer`); beyond the loopback it has to be.
 """
 
 import asyncio
