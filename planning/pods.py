@@ -133,7 +133,7 @@ def _core(directed: Mapping[Pair, int], pod_of: Sequence[int], racks: Mapping[in
         given[rack, -1] += 1
         return rack
 
-    fullest = [(-size_bytes, pair) for pair, size_bytes in wants.items()]
+    fullest: list[tuple[float, Pair]] = [(-size_bytes, pair) for pair, size_bytes in wants.items()]
     heapify(fullest)
     while fullest:
         _, pair = heappop(fullest)
