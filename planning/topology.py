@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import chain, combinations
 
-from rubato.planning.demand import Demand, Flows, Links, Pair, flows, heaviest_first, per_link
+from rubato.planning.demand import Flows, Links, Pair, heaviest_first
 
 
 def reserve(heavy: Sequence[Pair], free: list[int]) -> Counter[Pair]:
@@ -57,19 +57,6 @@ def reserve(heavy: Sequence[Pair], free: list[int]) -> Counter[Pair]:
 
 Planner = Callable[[Flows, Sequence[int]], Links]
 """Links for the bytes of each direction, with each endpoint's ports as the limit."""
-
-
-def template(
-    traffic: Sequence[Demand], endpoints: Sequence[str], ports_per_endpoint: int, dead: Collection[int] = (), planner: Planner | None = None
-) -> Links:
-    """The links of a phase from its traffic, without the `dead` ports of the switch (endpoint i owns the i-th block of ports).
-
-    They are the `direct` ones where no other `planner` is given.
-    Raises ValueError where the ports can't connect the endpoints.
-    """
-    ports = live_ports(len(endpoints), ports_per_endpoint, dead)
-    directed = flows(traffic, endpoints)
-    return planner(directed, ports) if planner else direct(per_link(directed), ports)
 
 
 def live_ports(num: int, ports_per_endpoint: int, dead: Collection[int] = ()) -> list[int]:

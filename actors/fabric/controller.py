@@ -82,7 +82,6 @@ class FabricController(Actor):
         by_rings = config.weights.broadcast == "rings"
         self._racks = Racks(section.racks, self.directory.find, self.peers, by_rings=by_rings)
         self._templates = Templates(section, self._racks.names)
-        self._link_bytes_s = section.link_gbps * 1e9 / 8
         self._meter = Meter(self)
         self._gone: set[str] = set()
         """Endpoints that left, and keep their ports until the phase is over: one that is started again is there by then."""

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from rubato.planning.circuits import Cross, FabricSnapshot, Verdict, materialise, plan
 from rubato.planning.demand import flows, per_link
-from rubato.planning.topology import template
+from tests.circuits import links_for
 
 
 @st.composite
@@ -35,7 +35,7 @@ def connected(num, links):
 def test_every_phase_connects_all_endpoints_within_their_ports(fabric):
     names, ports, traffic = fabric
 
-    links = template(traffic, names, ports)
+    links = links_for(traffic, names, ports)
 
     used = Counter(node for link in links for node in link)
     assert all(n <= ports for n in used.values())
@@ -47,7 +47,7 @@ def test_the_heaviest_pair_has_a_direct_circuit(fabric):
     names, ports, traffic = fabric
     demand = per_link(flows(traffic, names))
 
-    links = template(traffic, names, ports)
+    links = links_for(traffic, names, ports)
 
     heaviest = max(demand.values(), default=0)
     assert not heaviest or any(pair in links for pair, size_bytes in demand.items() if size_bytes == heaviest)
@@ -59,15 +59,15 @@ def test_templates_do_not_depend_on_the_order_of_the_traffic(fabric, random):
     shuffled = list(traffic)
     random.shuffle(shuffled)
 
-    assert template(traffic, names, ports) == template(shuffled, names, ports)
+    assert links_for(traffic, names, ports) == links_for(shuffled, names, ports)
 
 
 @given(fabrics(), fabrics())
 def test_no_port_is_used_twice_and_what_can_stay_lit_does(before, after):
     names, ports, traffic = after
     old_names, _, old_traffic = before
-    old = materialise(template(old_traffic, old_names, ports), (), ports)
-    links = template(traffic, names, ports)
+    old = materialise(links_for(old_traffic, old_names, ports), (), ports)
+    links = links_for(traffic, names, ports)
 
     circuits = materialise(links, old, ports)
 
@@ -75,14 +75,14 @@ def test_no_port_is_used_twice_and_what_can_stay_lit_does(before, after):
     assert Counter(tuple(sorted((c.ingress // ports, c.egress // ports))) for c in circuits) == Counter(
         {pair: 2 * n for pair, n in Counter(links).items()}
     )
-    shared = Counter(links) & Counter(template(old_traffic, old_names, ports))
+    shared = Counter(links) & Counter(links_for(old_traffic, old_names, ports))
     assert len(set(circuits) & set(old)) == 2 * shared.total()
 
 
 @given(fabrics(), st.floats(-1, 1), st.one_of(st.none(), st.floats(0, 1)), st.floats(0, 0.1))
 def test_a_plan_is_repeatable_and_keeping_means_the_current_circuits(fabric, starts_in_s, lasts_s, delay_s):
     names, ports, traffic = fabric
-    snapshot = FabricSnapshot(ports, template(traffic, names, ports), (Cross(0, 1),), starts_in_s, lasts_s, delay_s)
+    snapshot = FabricSnapshot(ports, links_for(traffic, names, ports), (Cross(0, 1),), starts_in_s, lasts_s, delay_s)
 
     planned = plan(snapshot)
 
@@ -94,7 +94,7 @@ def test_a_plan_is_repeatable_and_keeping_means_the_current_circuits(fabric, sta
 @given(fabrics())
 def test_once_made_the_same_template_asks_for_nothing(fabric):
     names, ports, traffic = fabric
-    links = template(traffic, names, ports)
+    links = links_for(traffic, names, ports)
     first = plan(FabricSnapshot(ports, links, (), 1.0, None, 0.01))
 
     again = plan(FabricSnapshot(ports, links, first.circuits, 1.0, None, 0.01))

@@ -3,7 +3,7 @@
 import pytest
 
 from rubato.planning.circuits import Cross, FabricSnapshot, Verdict, materialise, plan
-from rubato.planning.topology import template
+from tests.circuits import links_for
 
 NAMES = ("a", "b", "c", "d")
 
@@ -11,7 +11,7 @@ NAMES = ("a", "b", "c", "d")
 def snapshot(**changes):
     base = FabricSnapshot(
         ports_per_endpoint=3,
-        links=template((("a", "b", 100), ("c", "d", 50)), NAMES, 3),
+        links=links_for((("a", "b", 100), ("c", "d", 50)), NAMES, 3),
         current=(),
         starts_in_s=1.0,
         lasts_s=1.0,
@@ -21,7 +21,7 @@ def snapshot(**changes):
 
 
 def test_heavy_pairs_get_the_spare_ports():
-    links = template((("a", "b", 100), ("b", "a", 100), ("c", "d", 10)), NAMES, 4)
+    links = links_for((("a", "b", 100), ("b", "a", 100), ("c", "d", 10)), NAMES, 4)
 
     assert links.count((0, 1)) == 3
     assert links.count((2, 3)) == 3
@@ -29,18 +29,18 @@ def test_heavy_pairs_get_the_spare_ports():
 
 
 def test_an_idle_endpoint_stays_reachable():
-    links = template((("a", "b", 100),), NAMES, 2)
+    links = links_for((("a", "b", 100),), NAMES, 2)
 
     assert {node for link in links for node in link} == {0, 1, 2, 3}
 
 
 def test_names_beyond_the_fabric_take_the_electrical_path():
-    assert template((("a", "elsewhere", 100),), ("a", "b"), 2) == ((0, 1),)
+    assert links_for((("a", "elsewhere", 100),), ("a", "b"), 2) == ((0, 1),)
 
 
 def test_one_port_each_can_not_connect_three():
     with pytest.raises(ValueError, match="3 ports, 1 at the poorest endpoint, can't connect 3 endpoints"):
-        template((), ("a", "b", "c"), 1)
+        links_for((), ("a", "b", "c"), 1)
 
 
 def test_a_link_is_two_circuits_between_the_ports_of_its_endpoints():
