@@ -303,8 +303,8 @@ class Client:
             self.seq += 1
         return self.seq if seq is None else seq
 
-    async def learn(self, model, *data, seq=None, loss="cross_entropy", only=False):
-        return await self.post("forward_backward", request_of(model, self.numbered(seq), data or (datum(),), loss, only))
+    async def learn(self, model, *data, seq=None, loss="cross_entropy", only=False, made_of=()):
+        return await self.post("forward_backward", request_of(model, self.numbered(seq), data or (datum(),), loss, only, made_of))
 
     async def step(self, model, rate=0.5, seq=None):
         body = {"model_id": model, "seq_id": self.numbered(seq), "adam_params": {"learning_rate": rate}}
@@ -330,11 +330,14 @@ def datum(tokens=(1, 2, 3), targets=(2, 3, 4), **inputs):
     return tokens, {"target_tokens": np.array(targets, np.int64), **{k: np.array(v, np.float32) for k, v in inputs.items()}}
 
 
-def request_of(model, seq, data, loss="cross_entropy", only=False):
+def request_of(model, seq, data, loss="cross_entropy", only=False, made_of=()):
+    """`made_of` are names of sampled sequences, of which each datum says it is made."""
     request = message("ForwardBackwardRequest")(model_id=model, seq_id=seq, loss_fn=loss, forward_only=only)
     for tokens, inputs in data:
         each = request.data.add()
         each.model_input.add().encoded_text.tokens = np.array(tokens, np.int32).tobytes()
+        for name in made_of:
+            each.model_input_spans.add().sampled_tokens.sequence_id = name
         for name, values in inputs.items():
             dtype = INT64 if values.dtype == np.int64 else FLOAT32
             each.loss_fn_inputs.add(key=name).value.MergeFrom(message("Tensor")(dense=values.tobytes(), dtype=dtype, shape=values.shape))

@@ -2,8 +2,12 @@
 
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
+from threading import Lock
 from typing import NamedTuple
 
+import msgspec
+
+from rubato.actors.gateway.tinker.journal import Book
 from rubato.actors.gateway.tinker.wire import last_of
 from rubato.actors.messages.tinker import Datum, ForwardBackward
 
@@ -17,6 +21,14 @@ class Under(NamedTuple):
     model: str
     oldest: int
     newest: int
+
+
+class Noted(msgspec.Struct, frozen=True, array_like=True):
+    """A sequence that was sampled, in the book: by the digests of its tokens and of its name."""
+
+    tokens: bytes
+    name: bytes
+    under: Under
 
 
 class Judged(NamedTuple):
@@ -47,20 +59,51 @@ class Judged(NamedTuple):
 
 
 class Ages:
-    """Remembers as many as it may, the newest ones."""
+    """Remembers as many as it may, the newest ones, also when the server is started again."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, most: int, book: Book) -> None:
+        self._most, self._book = most, book
         self._known: dict[bytes, Under] = {}
+        self._unwritten: list[Noted] = []
+        self._num_written = 0
+        self._turn = Lock()
+
+    def load(self) -> None:
+        """What a server of before noted. Blocks."""
+        noted: list[Noted] = self._book.read()[-self._most :] if self._most else []
+        for each in noted:
+            self._know(each)
+        self._book.rewrite(noted)
+        self._num_written = len(noted)
 
     def note(self, prompt: bytes, sampled: bytes, name: str, under: Under) -> None:
-        """A sequence was sampled, which clients know by `name`."""
+        """A sequence was sampled, which clients know by `name`; `keep` puts it into the book."""
         if self._most:
-            for key in (_digest(prompt, sampled), _digest(name.encode())):
-                self._known.pop(key, None)
-                self._known[key] = under
-            while len(self._known) > 2 * self._most:
-                del self._known[next(iter(self._known))]
+            noted = Noted(_digest(prompt, sampled), _digest(name.encode()), under)
+            self._know(noted)
+            self._unwritten.append(noted)
+
+    def keep(self) -> None:
+        """What was noted before is in the book for good once this returns. Blocks, and may be called from several threads."""
+        with self._turn:
+            batch = list(self._unwritten)
+            if not batch:
+                return
+            if self._num_written + len(batch) > 2 * self._most:
+                kept = [*self._book.read(), *batch][-self._most :]
+                self._book.rewrite(kept)
+                self._num_written = len(kept)
+            else:
+                self._book.add(*batch)
+                self._num_written += len(batch)
+            del self._unwritten[: len(batch)]
+
+    def _know(self, noted: Noted) -> None:
+        for key in (noted.tokens, noted.name):
+            self._known.pop(key, None)
+            self._known[key] = noted.under
+        while len(self._known) > 2 * self._most:
+            del self._known[next(iter(self._known))]
 
     def judged(self, model: str, version: int, alpha: int | None, asked: ForwardBackward, names: Sequence[Sequence[str]]) -> Judged:
         """Of a request to the model, which stands at `version`; `names` are of the sampled sequences that each datum says it is made of."""

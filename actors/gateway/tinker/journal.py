@@ -6,6 +6,7 @@ RUN/tinker/models/MODEL/model.json                    whose it is, and its shape
                         results/SEQ-DIGEST-VERSION-CHANGED.KIND  what came of it, as clients read it
                         saves/SEQ                     what Save wrote
                         names/weights/NAME            which of them has the name
+RUN/tinker/sampled.jsonl                              versions that sequences were sampled under, see ages.py
 """
 
 import os
@@ -47,6 +48,8 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
     metadata: dict[str, str] | None = None
     sampler: str = ""
     """Id of the sampling session that is to come of it; empty: none."""
+    samples: tuple[tuple[str, ...], ...] = ()
+    """Of each datum, the names of the sampled sequences that its client says it is made of."""
 
 
 _entry = msgspec.msgpack.Decoder(Entry)

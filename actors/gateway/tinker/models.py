@@ -64,8 +64,6 @@ class Model:
         self._covered = -1
         self._results: dict[int, Result] = {}
         self._writing: dict[int, asyncio.Event] = {}
-        self._names: dict[int, tuple[tuple[str, ...], ...]] = {}
-        """Of operations that wait, the sampled sequences that their data say they are made of."""
         self._settled: dict[int, asyncio.Event] = {}
         self._news = asyncio.Event()
         self._gathered = Judged()
@@ -108,7 +106,7 @@ class Model:
 
     # -- what comes in -----------------------------------------------------------------------------------------------
 
-    async def accept(self, seq: int, entry: Entry, names: tuple[tuple[str, ...], ...] = ()) -> None:
+    async def accept(self, seq: int, entry: Entry) -> None:
         """It is carried out in its turn, for good, once this returns. Raises Refused."""
         data = await self._server.offload(packed, entry)
         digest = digest_of(data)
@@ -118,8 +116,6 @@ class Model:
         async with self._write(seq):
             await self._server.on_disk(self.journal.folder, self.journal.keep, seq, data)
             self._waiting[seq], self._since[seq] = Pending(seq, digest, len(data)), self._now()
-            if names:
-                self._names[seq] = names
         self._news.set()
 
     async def refuse(self, seq: int, body: bytes, why: str) -> None:
@@ -233,7 +229,7 @@ class Model:
             return
         judged = Judged()
         if isinstance(operation, ForwardBackward):
-            judged = self._server.ages.judged(self.owned.id, self.version, self._section.alpha, operation, self._names.pop(each.seq, ()))
+            judged = self._server.ages.judged(self.owned.id, self.version, self._section.alpha, operation, entry.samples)
             if judged.flaw:
                 await self._finish(each, judged.flaw, "user")
                 return
@@ -284,7 +280,6 @@ class Model:
         await self._settle(each.seq, each.digest, why, category)
         self._waiting.pop(each.seq, None)
         self._since.pop(each.seq, None)
-        self._names.pop(each.seq, None)
         await self._server.offload(self.journal.drop, [each])
 
     async def _settle(

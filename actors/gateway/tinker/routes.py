@@ -213,7 +213,7 @@ class Routes:
         if asked.operation is None:
             await model.refuse(asked.seq_id, body, asked.flaw)
         else:
-            await model.accept(asked.seq_id, Entry(asked.operation), asked.sequences if any(asked.sequences) else ())
+            await model.accept(asked.seq_id, Entry(asked.operation, samples=asked.sequences if any(asked.sequences) else ()))
         return _promise(model, asked.seq_id)
 
     async def _optim_step(self, tenant: str, request: "Request") -> Any:

@@ -234,7 +234,9 @@ class Samplings:
     ) -> None:
         self._under_way += asked.num_samples
         try:
-            future.settle(Told(await self._sampled(name, sampler, asked, pack_i32(prompt), sampling), "pb"))
+            body = await self._sampled(name, sampler, asked, pack_i32(prompt), sampling)
+            await self._server.on_disk(self._server.folder, self._server.ages.keep)  # before a client can train on them
+            future.settle(Told(body, "pb"))
         except* Refused as group:
             why: Any = group.exceptions[0]
             while isinstance(why, BaseExceptionGroup):

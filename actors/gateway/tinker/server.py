@@ -21,7 +21,7 @@ from rubato.actors.config import ModelSection
 from rubato.actors.engines.section import EngineSection
 from rubato.actors.gateway.server import http_server
 from rubato.actors.gateway.session import Refused
-from rubato.actors.gateway.tinker.ages import Ages
+from rubato.actors.gateway.tinker.ages import Ages, Noted
 from rubato.actors.gateway.tinker.journal import NAME, Area, Book, ModelJournal, Named, Owned
 from rubato.actors.gateway.tinker.models import TRAINER, Model
 from rubato.actors.gateway.tinker.routes import Routes
@@ -121,7 +121,7 @@ class TinkerServer(Actor):
         super().__init__(config, kernel)
         self.folder = self.run.folder / FOLDER
         self.loop = asyncio.get_running_loop()
-        self.ages = Ages(config.tinker.digests)
+        self.ages = Ages(config.tinker.digests, Book(self.folder / "sampled.jsonl", Noted))
         self.models: dict[str, Model] = {}
         """Those that are trained, by id."""
         self.sessions = Sessions(Book(self.folder / "sessions.jsonl", Session))
@@ -203,6 +203,7 @@ class TinkerServer(Actor):
         self.architecture = str(text_part(read_description(model)).get("model_type", ""))
         self.sessions.load()
         self.sampling.load()
+        self.ages.load()
         for folder in sorted(self._models_folder.glob("*")):
             journal = ModelJournal(folder)
             owned = journal.owned()

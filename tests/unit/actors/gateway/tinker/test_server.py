@@ -168,6 +168,23 @@ async def test_whoever_asks_for_a_result_early_is_told_to_ask_again(tmp_path):
         assert (await client.post("retrieve_future", {"request_id": f"{model}:77"})).status_code == 410
 
 
+async def restarted(job):
+    """The server is killed, and another has taken its place; it may not listen yet."""
+    hosted = job._agent.host._hosted
+    before = hosted["tinker-1"].instance
+    before.kill()
+    while hosted["tinker-1"].instance is before:  # noqa: ASYNC110 - it is started again
+        await asyncio.sleep(0.05)
+
+
+async def patiently(send):
+    """As the SDK: a request that meets no server is sent again."""
+    while True:
+        with contextlib.suppress(httpx.TransportError):
+            return await send()
+        await asyncio.sleep(0.05)
+
+
 async def test_a_server_that_is_killed_comes_back_at_its_address_with_all_that_it_acknowledged(served):
     session = await served.session()
     model = await served.model(session)
@@ -175,16 +192,9 @@ async def test_a_server_that_is_killed_comes_back_at_its_address_with_all_that_i
     told = await served.result(first := (await served.learn(model)).json())
     ScriptedTrainer.hold = asyncio.Event()
     waiting = (await served.step(model)).json()
-    before = served.job._agent.host._hosted["tinker-1"].instance
-    before.kill()
-    while served.job._agent.host._hosted["tinker-1"].instance is before:  # noqa: ASYNC110 - it is started again
-        await asyncio.sleep(0.05)
+    await restarted(served.job)
     ScriptedTrainer.hold.set()
-    again = None
-    while again is None:
-        with contextlib.suppress(httpx.TransportError):
-            again = await served.post("retrieve_future", first)
-    assert again.content == told
+    assert (await patiently(lambda: served.post("retrieve_future", first))).content == told
     assert (await served.result(waiting))["type"] == "optim_step"
     assert ScriptedTrainer.applied[model, 3] == 1
     await served.asked("session_heartbeat", {"session_id": session})
@@ -355,6 +365,36 @@ async def test_what_was_sampled_too_long_ago_is_refused_with_its_age(tmp_path):
         assert metrics["rubato/unknown_frac:mean"] == 1.0
         assert "rubato/version_min:min" not in metrics
         await client.train(model, data)  # a loss that asks for no samples
+
+
+async def test_ages_outlive_a_server_that_is_killed(tmp_path):
+    async with serving(tmp_path / "run", "tinker.alpha=1") as (job, url, key), Client(url, key) as client:
+        model = await client.model()
+        data = await of_samples(client, await saved_sampler(client, model))
+        await client.train(model)
+        await restarted(job)
+        client.seq += 1
+        learned = await patiently(lambda: client.learn(model, data, loss="ppo", seq=client.seq))
+        assert output_of(await client.result(learned.json()))[1]["rubato/version_min:min"] == 0.0
+        await client.step(model)
+        told = await client.result((await client.learn(model, data, loss="ppo")).json())
+        assert "its age is 2, and tinker.alpha=1" in told["error"]
+
+
+async def test_what_waits_for_its_turn_is_judged_by_a_server_that_comes_after(tmp_path):
+    async with serving(tmp_path / "run", "tinker.alpha=0") as (job, url, key), Client(url, key) as client:
+        model = await client.model()
+        sampler = await saved_sampler(client, model)
+        promise = (await client.sample(sampler)).json()
+        await client.result(promise)
+        ScriptedTrainer.hold = asyncio.Event()
+        moved = (await client.step(model)).json()
+        longer = datum([1, 2, 3, 4], [2, 3, 4, 5], logprobs=[-1.0] * 4, advantages=[1.0] * 4)
+        waiting = (await client.learn(model, longer, loss="ppo", made_of=promise["sample_sequence_ids"])).json()
+        await restarted(job)
+        ScriptedTrainer.hold.set()
+        await patiently(lambda: client.result(moved))
+        assert "its age is 1, and tinker.alpha=0" in (await client.result(waiting))["error"]
 
 
 @pytest.mark.parametrize(("alpha", "needed"), [("0", 4), ("1", 3), ("9", 1), ("null", 1)])
