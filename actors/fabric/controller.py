@@ -135,7 +135,8 @@ class FabricController(Actor):
         if self._templates.learn(message.phase, traffic, whole=message.phase == "weight_sync"):
             self._planned_anew(message.phase)
         if message.in_s > 0:
-            self._aim_at_coming(message.phase, now + message.in_s, not_before=now)
+            if not self._templates.ends_with_traffic(self._rhythm.phase):
+                self._aim_at_coming(message.phase, now + message.in_s, not_before=now)
         elif message.epoch > self._epochs.get(message.phase, -1):
             self._epochs[message.phase] = message.epoch
             if message.phase != self._rhythm.phase:  # its next round may as well be the same one, as told by another actor
@@ -265,11 +266,11 @@ class FabricController(Actor):
         self._aims.later(Aim(phase, max(not_before, starts_at - LEAD * self._accounts.delay_s), starts_at))
 
     def _look_ahead(self) -> None:
-        """Aim at the phase that should follow, unless it was announced already or should have begun.
+        """Aim at the phase that should follow, unless it was announced already, should have begun, or the one that runs ends with its traffic.
 
-        Between racks weights take their phase to its very end, which is when they have arrived: nothing is taken from it.
+        What is taken from that a moment too soon goes by the electrical path for the rest of it.
         """
-        if self._racks.names and self._rhythm.phase == "weight_sync":
+        if self._templates.ends_with_traffic(self._rhythm.phase):
             return
         expected, lasts = self._rhythm.next(), self._rhythm.lasts(self._rhythm.phase)
         if self._aims.coming is None and expected and lasts and expected.at > asyncio.get_running_loop().time():

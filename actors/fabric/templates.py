@@ -194,6 +194,10 @@ class Templates:
             self.dead = before
             raise
 
+    def ends_with_traffic(self, phase: str) -> bool:
+        """Between racks: weights, and what ranks exchange, take their phase to its very end, which is when they have arrived."""
+        return bool(self._fixed and self.book.phases.get(phase, UNKNOWN).told)
+
     def busy_s(self, phase: str, template_of: str) -> float:
         """What the traffic of `phase` is predicted to take over the links of another phase's template, or of that for all of them."""
         key = phase, template_of
@@ -311,7 +315,8 @@ def _planner(section: FabricSection) -> Planner:
 def choose(rhythm: Rhythm, templates: Templates, *, delay_s: float) -> dict[str, str]:
     """Phase → the phase whose template it should have, or `ALL`, for the shortest period; empty before the first iteration is over.
 
-    A phase is taken to wait for its traffic, and to go on for the rest of its usual time when that is through.
+    A phase is taken to wait for its traffic, and to go on for the rest of its usual time when that is through; one that ends with its traffic
+    has that time before it, and no change can hide in it.
     """
     cycle = rhythm.cycle()
     names = sorted(phase for phase in cycle if phase in templates.book.phases)
@@ -321,7 +326,11 @@ def choose(rhythm: Rhythm, templates: Templates, *, delay_s: float) -> dict[str,
     costs: list[PhaseCost] = []
     for phase in cycle:
         busy_s = tuple(templates.busy_s(phase, name) for name in names)
-        costs.append(PhaseCost(0.0, busy_s, max(0.0, (rhythm.lasts(phase) or 0.0) - min(busy_s))))
+        rest_s = max(0.0, (rhythm.lasts(phase) or 0.0) - min(busy_s))
+        if templates.ends_with_traffic(phase):
+            costs.append(PhaseCost(0.0, tuple(rest_s + each for each in busy_s)))
+        else:
+            costs.append(PhaseCost(0.0, busy_s, rest_s))
     found: Schedule = schedule(costs, delay_s)
     return {phase: names[k] for phase, k in zip(cycle, found.choices, strict=True)}
 

@@ -563,6 +563,32 @@ def test_circuits_are_not_taken_from_a_phase_whose_bytes_are_under_way(racks):
     racks(play)
 
 
+GRADIENTS = (("trainer-1", "engine-1", 20_000), ("engine-1", "trainer-1", 20_000))
+
+
+def test_ranks_have_their_circuits_until_weights_follow_however_long_a_step_takes(racks):
+    async def trains(stage, took_s):
+        await period(stage)
+        await stage.begins("train_step", GRADIENTS)
+        await stage.begins("weight_sync", in_s=0.8)
+        await asyncio.sleep(took_s)
+
+    async def play(stage):
+        for _ in range(4):
+            await trains(stage, 0.3)
+        await trains(stage, 0.1)
+        for _ in range(40):  # a step of more sequences than before
+            await asyncio.sleep(0.05)
+            assert links(stage.circuits())[0, 1] >= 3
+
+        stage.epoch += 1
+        await stage.begins("weight_sync")
+        await asyncio.sleep(0.05)
+        assert links(stage.circuits()) == {(0, 1): 2, (0, 2): 2, (1, 3): 2}
+
+    racks(play)
+
+
 def test_static_circuits_fit_all_phases_together_and_never_change_once_all_are_known(racks):
     async def play(stage):
         for _ in range(2):
