@@ -3,7 +3,7 @@
 python tools/bench/soak.py [--minutes 60] [--json FILE] [key.sub=value …]
 
 The run is stopped and resumed after five minutes and at the end. Slopes are least squares over the last two thirds of the time, of each process
-that lived through them; how the figures come about: docs/benchmarks.md.
+that lived through them, and `rss_mib` is what each had, minute by minute; how the figures come about: docs/benchmarks.md.
 """
 
 import argparse
@@ -133,6 +133,7 @@ def figures(looks: Sequence[Look]) -> dict[str, Any]:
         "redis_b_step": round(slope(steps, [look.redis for look in looks]), 1),
         "steps": looks[-1].steps,
         "window_s": round(looks[-1].at - looks[0].at),
+        "rss_mib": {name: [round(look.processes[name][0] / 2**20, 2) for look in looks[:: round(60 / LOOK_S)]] for name in sorted(whole)},
         "newest": {name: {"rss": rss, "fds": fds} for name, (rss, fds) in looks[-1].processes.items() if name in whole},
     }
 
