@@ -1,6 +1,6 @@
 """How old what was sampled is, by digests of sampled sequences."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 from threading import Lock
 from typing import NamedTuple
@@ -47,6 +47,15 @@ class Judged(NamedTuple):
         return Judged(
             "", self.num_known + other.num_known, self.num_unknown + other.num_unknown, min(olds, default=None), max(news, default=None)
         )
+
+    @classmethod
+    def of_metrics(cls, num: int, told: Mapping[str, float]) -> "Judged":
+        """As `metrics` told it of a request of so many sequences."""
+        if (unknown := told.get("rubato/unknown_frac:mean")) is None:
+            return cls()
+        oldest, newest = told.get("rubato/version_min:min"), told.get("rubato/version_max:max")
+        num_unknown = round(unknown * num)
+        return cls("", num - num_unknown, num_unknown, None if oldest is None else int(oldest), None if newest is None else int(newest))
 
     def metrics(self, *, reduced: bool) -> dict[str, float]:
         """With the SDK's word for how parts of a batch are put together, or without it."""

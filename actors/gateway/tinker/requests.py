@@ -1,7 +1,7 @@
 """Bodies of Tinker's requests in JSON, as its SDK sends them. Keys that aren't known are passed over."""
 
 import asyncio
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
 
@@ -21,6 +21,12 @@ MOST_SAMPLES = 1024
 MOST_TOP = 32
 
 MOST_DAYS = 3650
+
+MOST_RANK = 512
+"""Of train.lora.rank too."""
+
+Number = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+"""By which a client counts what it makes or asks of one thing; it becomes a part of names."""
 
 MOST_IDS = 256
 """That end a completion."""
@@ -99,8 +105,8 @@ class LoraConfig(msgspec.Struct, frozen=True):
 
     def check(self) -> None:
         """Raises Refused."""
-        if self.rank < 1:
-            raise invalid(f"lora_config.rank is {self.rank}; it is 1 at least")
+        if not 1 <= self.rank <= MOST_RANK:
+            raise invalid(f"lora_config.rank is {self.rank}; it is 1 to {MOST_RANK}")
         if not self.train_mlp and not self.train_attn:
             raise invalid(
                 "lora_config has neither train_mlp nor train_attn, and the unembedding can have no adapter here: set one of the two"
@@ -118,7 +124,7 @@ class OptimizerConfig(msgspec.Struct, frozen=True):
 
 class CreateModel(msgspec.Struct, frozen=True):
     session_id: str
-    model_seq_id: int
+    model_seq_id: Number
     base_model: str
     user_metadata: dict[str, Any] | None = None
     lora_config: LoraConfig | None = None
@@ -165,7 +171,7 @@ class SaveWeights(msgspec.Struct, frozen=True):
     ttl_seconds: int | None = None
     overwrite: bool = False
     user_metadata: dict[str, str] | None = None
-    sampling_session_seq_id: int | None = None
+    sampling_session_seq_id: Number | None = None
     kind: str = "snapshot"
 
     def check(self) -> None:
@@ -184,7 +190,7 @@ class LoadWeights(msgspec.Struct, frozen=True):
     model_id: str | None = None
     seq_id: int | None = None
     session_id: str | None = None
-    model_seq_id: int | None = None
+    model_seq_id: Number | None = None
     base_model: str | None = None
     user_metadata: dict[str, Any] | None = None
     optimizer_config: OptimizerConfig | None = None
@@ -200,7 +206,7 @@ class LoadWeights(msgspec.Struct, frozen=True):
 
 class CreateSampler(msgspec.Struct, frozen=True):
     session_id: str
-    sampling_session_seq_id: int
+    sampling_session_seq_id: Number
     base_model: str | None = None
     model_path: str | None = None
 
@@ -239,7 +245,7 @@ class SampleRequest(msgspec.Struct, frozen=True):
     sampling_params: SamplingParams
     num_samples: int = 1
     sampling_session_id: str | None = None
-    seq_id: int | None = None
+    seq_id: Number | None = None
     base_model: str | None = None
     model_path: str | None = None
     prompt_logprobs: bool | None = None

@@ -171,13 +171,14 @@ def _read(folder: Path) -> tuple[shapes.PeftConfig, memoryview]:
 
 
 def _step(operation: OptimStep) -> AdamStep:
+    most = torch.finfo(torch.float32).max
     wanted = {
-        "learning_rate": 0 <= operation.learning_rate < torch.inf,
+        "learning_rate": 0 <= operation.learning_rate <= most,
         "beta1": 0 <= operation.beta1 < 1,
         "beta2": 0 <= operation.beta2 < 1,
-        "eps": 0 <= operation.eps < torch.inf,
-        "weight_decay": 0 <= operation.weight_decay < torch.inf,
-        "grad_clip_norm": 0 <= operation.grad_clip_norm < torch.inf,
+        "eps": 0 <= operation.eps <= most,
+        "weight_decay": 0 <= operation.weight_decay <= most,
+        "grad_clip_norm": 0 <= operation.grad_clip_norm <= most,
     }
     if wrong := next((name for name, holds in wanted.items() if not holds), ""):
         raise TrainError(f"adam_params.{wrong}={getattr(operation, wrong)} can't be")

@@ -3,7 +3,7 @@
 The schema is written out below, since it is published in no other form than the SDK's descriptor, of package tinker_public.
 """
 
-import struct
+import math
 from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import accumulate
@@ -49,6 +49,8 @@ STOP, LENGTH = 0, 1
 
 FLOAT32, INT64, INT32 = 1, 2, 3
 """Of `dtype`."""
+
+MOST_DIMENSIONS = 8
 
 MOST_DATA = 4096
 """Sequences of one request; the SDK sends up to 1024."""
@@ -173,10 +175,10 @@ def _tensor(tensor: Any, where: str) -> Tensor:
     if tensor.dtype not in (FLOAT32, INT64, INT32):
         raise Flawed(f"{where} has dtype {tensor.dtype}; float32 and int64 can be had here")
     data, item = tensor.dense, 8 if tensor.dtype == INT64 else 4
+    if len(tensor.shape) > MOST_DIMENSIONS:
+        raise Flawed(f"{where} has {len(tensor.shape):,} dimensions; up to {MOST_DIMENSIONS} can be had here")
     shape = tuple(tensor.shape) or (len(data) // item,)
-    count = 1
-    for size in shape:
-        count *= size
+    count = math.prod(shape)
     if min(shape) < 0 or count * item != len(data):
         raise Flawed(f"{where} has shape {list(shape)} and {len(data):,} bytes, which is not {item} bytes for each element")
     if tensor.dtype == INT32:
@@ -208,6 +210,12 @@ def computed(outcome: Computed, data: Sequence[Datum], metrics: Mapping[str, flo
     for key, value in {**outcome.metrics, **metrics}.items():
         told.metrics.add(key=key, value=value)
     return told.SerializeToString()
+
+
+def metrics_in(body: bytes) -> tuple[int, dict[str, float]]:
+    """Of a ForwardBackwardOutput: its number of sequences, and its metrics."""
+    told = message("ForwardBackwardOutput").FromString(body)
+    return sum(each.num_datums for each in told.loss_fn_outputs), {each.key: each.value for each in told.metrics}
 
 
 def _trailing(datum: Datum) -> tuple[int, ...]:
@@ -249,5 +257,5 @@ def sampled(sequences: Sequence[Sampled], prompt: PromptScores | None) -> bytes:
 
 
 def last_of(tensor: Tensor) -> bytes:
-    """Its last element as an int32."""
-    return struct.pack("<i", *struct.unpack("<q", tensor.data[-8:])) if len(tensor.data) >= 8 else b""
+    """Of its last element, an int64, the low half: all of it where that is a token."""
+    return tensor.data[-8:-4]

@@ -4,7 +4,7 @@ import pytest
 
 from rubato.actors.gateway.tinker.ages import Ages, Noted, Under
 from rubato.actors.gateway.tinker.journal import Book
-from tests.unit.actors.gateway.tinker.conftest import sampled
+from tests.unit.actors.gateway.tinker.conftest import ints, sampled
 
 MODEL = "m"
 
@@ -76,3 +76,10 @@ def test_nothing_is_remembered_where_nothing_may_be(remembering):
     ages = remembering(0)
     noted(ages, range(3))
     assert known(ages) == []
+
+
+@pytest.mark.parametrize("target", [2**40, -(2**62), 2**31])
+def test_of_a_target_that_is_no_token_nothing_is_known(remembering, target):
+    asked = sampled("ppo", rows=([1, 2, 3],))
+    asked.data[0].inputs["target_tokens"] = ints([2, target])
+    assert remembering().judged(MODEL, 0, 0, asked, ()).num_unknown == 1

@@ -319,6 +319,7 @@ def ragged(**changed):
         (ForwardBackward("cross_entropy", (Datum(b"123", {}),)), "its input is no row of int32"),
         (ForwardBackward("cross_entropy", (Datum(bytes(4 * 1025), {}),)), "its input has 1025 tokens, but the model takes 1024"),
         (OptimStep(float("inf")), "adam_params.learning_rate=inf can't be"),
+        (OptimStep(1e300), "adam_params.learning_rate=1e\\+300 can't be"),
         (OptimStep(0.1, beta2=1.0), "adam_params.beta2=1.0 can't be"),
     ],
 )

@@ -42,6 +42,7 @@ def test_a_request_says_in_its_first_bytes_whose_it_is():
         (lambda request: request.data[0].loss_fn_inputs[0].value.sparse_csr.SetInParent(), "is sparse"),
         (lambda request: setattr(request.data[0].loss_fn_inputs[0].value, "dtype", 4), "dtype 4"),
         (lambda request: request.data[0].loss_fn_inputs[0].value.shape.append(-1), "shape"),
+        (lambda request: request.data[0].loss_fn_inputs[0].value.shape.extend([2**62] * 100_000), "100,001 dimensions"),
         (lambda request: setattr(request.data[0].model_input[0].encoded_text, "tokens", b"123"), "3 bytes of tokens"),
         (lambda request: setattr(request.loss_fn_config_v2.add(key="kind").value, "text", "x"), "is a text"),
         (lambda request: request.ClearField("data"), "0 sequences"),
