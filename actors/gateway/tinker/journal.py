@@ -50,6 +50,8 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
     """Id of the sampling session that is to come of it; empty: none."""
     samples: tuple[tuple[str, ...], ...] = ()
     """Of each datum, the names of the sampled sequences that its client says it is made of."""
+    overwrite: bool = False
+    """What has the name makes room."""
 
 
 _entry = msgspec.msgpack.Decoder(Entry)

@@ -9,13 +9,14 @@ import msgspec
 from rubato.actors.gateway.session import Refused
 from rubato.actors.gateway.tinker.ages import Judged
 from rubato.actors.gateway.tinker.journal import Entry, Kind, ModelJournal, Named, Owned, Pending, Result, Told, digest_of, packed
-from rubato.actors.gateway.tinker.wire import computed
+from rubato.actors.gateway.tinker.wire import computed, metrics_in
 from rubato.actors.messages.tinker import (
     Begin,
     Behind,
     Computed,
     Follow,
     ForwardBackward,
+    Load,
     Operate,
     Operated,
     OperationFailed,
@@ -86,20 +87,39 @@ class Model:
                 self.version = result.version
                 self._changed_at = result.seq if result.changed else self._changed_at
         self._covered = self.journal.covered()
+        self._next = self._open()
         for each in self.journal.pending():
             result = self._results.get(each.seq)
-            if result is None and each.seq > self._covered:
-                self._waiting[each.seq], self._since[each.seq] = each, self._now()
-            elif result is None or result.failed or not result.changed or each.seq <= self._covered:
+            if each.seq <= self._covered or (result is not None and (result.failed or not result.changed)):
                 self.journal.drop([each])
-            else:
+            elif each.seq < self._next:  # carried out, though its result may be kept no more
                 self._log[each.seq] = each
-        done = [seq for seq in self._results if seq not in self._waiting]
-        self._next = min((seq for seq in self._waiting), default=max(done, default=-1) + 1)
-        if self._next > 0 and self._next - 1 not in self._results:
-            # a gap before what waits: the operation in it is still to come
-            self._next = max((seq for seq in done if seq < self._next), default=-1) + 1
+            else:
+                self._waiting[each.seq], self._since[each.seq] = each, self._now()
+        self._gathered = self._read_gathered()
         self._doubtful = True
+
+    def _open(self) -> int:
+        """The first that has not had its turn: one can be refused before its turn comes, but is carried out in it."""
+        first = max((seq for seq, result in self._results.items() if not result.failed), default=-1) + 1
+        if len(self._results) >= self._section.results_kept:  # those before are kept no more, beside the newest change
+            first = max(first, min(seq for seq in self._results if seq != self._changed_at))
+        while first in self._results:
+            first += 1
+        return first
+
+    def _read_gathered(self) -> Judged:
+        """Of what was computed since the newest step, as its clients were told it."""
+        found = Judged()
+        for result in reversed(self._results.values()):
+            told = self.journal.told(result) if result.changed else None
+            if told is None:
+                continue
+            if told.kind == "pb":
+                found += Judged.of_metrics(*metrics_in(told.body))
+            elif msgspec.json.decode(told.body)["type"] != "save_weights_for_sampler":
+                break
+        return found
 
     def begin(self) -> None:
         self.task = self._server.spawn(self._carry_out(), name=f"{self._server.name}.{self.owned.id}")
@@ -227,6 +247,9 @@ class Model:
                 each, self._lost or "the model was not created: its first request failed", "server" if self._lost else "user"
             )
             return
+        if taken := await self._taken(entry, each.seq):
+            await self._finish(each, taken, "user")
+            return
         judged = Judged()
         if isinstance(operation, ForwardBackward):
             judged = self._server.ages.judged(self.owned.id, self.version, self._section.alpha, operation, entry.samples)
@@ -256,6 +279,16 @@ class Model:
             await self._server.offload(self.journal.drop, [each])
         await self._cover(reply.covered)
 
+    async def _taken(self, entry: Entry, seq: int) -> str:
+        """Why what is to come of an operation can't have its name; empty: it can."""
+        if entry.name and not entry.overwrite:
+            named = await self._server.offload(self.journal.named, entry.area, entry.name)
+            if named is not None and named.seq != seq:
+                return f"{entry.name} is saved already: take another name, or overwrite it"
+        if entry.sampler and self._server.sampling.is_another(self._server.sampling.made_of(self.owned, entry, seq, self.version)):
+            return f"there is a sampling session {entry.sampler} already, of something else: take another sampling_session_seq_id"
+        return ""
+
     async def _body(self, entry: Entry, reply: Operated, judged: Judged) -> tuple[bytes, Kind]:
         outcome, operation = reply.outcome, entry.operation
         if isinstance(outcome, Computed) and isinstance(operation, ForwardBackward):
@@ -264,6 +297,8 @@ class Model:
             told = {"type": "optim_step", "metrics": {**outcome.metrics, **self._gathered.metrics(reduced=False)}}
             self._gathered = Judged()
             return msgspec.json.encode(told), "json"
+        if isinstance(operation, Load):  # what has gathered is dropped
+            self._gathered = Judged()
         return msgspec.json.encode(entry.answer), "json"
 
     async def _note(self, entry: Entry, seq: int, reply: Operated) -> None:

@@ -19,7 +19,7 @@ import msgspec
 from rubato.actors.gateway.server import BODY_S, key_of, until_gone
 from rubato.actors.gateway.session import Refused
 from rubato.actors.gateway.tinker import requests as bodies
-from rubato.actors.gateway.tinker.journal import Area, Entry, Owned, Told, digest_of
+from rubato.actors.gateway.tinker.journal import SEQ_DIGITS, Area, Entry, Owned, Told, digest_of
 from rubato.actors.gateway.tinker.models import Model
 from rubato.actors.gateway.tinker.requests import body_of, invalid, read
 from rubato.actors.gateway.tinker.sampling import Sampler
@@ -236,11 +236,9 @@ class Routes:
                 saving = Follow() if asked.kind == "inflight" else Save(folder, optimizer=False)
                 return Entry(saving, answer, area, sampler=sampler)
             name = name or f"{seq:06d}"
-            taken = await self._server.offload(model.journal.named, area, name)
-            if taken is not None and taken.seq != seq and not asked.overwrite and area == "weights":
-                raise invalid(f"{name} is saved already: take another name, or overwrite it")
             path = f"tinker://{owned.id}/{area}/{name}"
-            return Entry(Save(folder, optimizer=area == "weights"), {"type": kind, "path": path}, area, name, ttl_s, metadata)
+            saving, replaces = Save(folder, optimizer=area == "weights"), asked.overwrite or area != "weights"
+            return Entry(saving, {"type": kind, "path": path}, area, name, ttl_s, metadata, overwrite=replaces)
 
         return await self._operate(tenant, request, operation)
 
@@ -311,6 +309,8 @@ class Routes:
         self._server.sessions.found(tenant, asked.session_id)
         name = _sampler_id(asked.session_id, asked.sampling_session_seq_id)
         sampler = await self._sampler_of(tenant, name, asked.session_id, asked.model_path, asked.base_model)
+        if self._server.sampling.is_another(sampler):
+            raise invalid(f"sampling_session_seq_id {asked.sampling_session_seq_id} is taken, by a sampling session of something else")
         return {"type": "create_sampling_session", "sampling_session_id": await self._server.sampling.open(sampler)}
 
     async def _sampler_of(self, tenant: str, name: str, session: str, path: str | None, base: str | None) -> Sampler:
@@ -359,7 +359,7 @@ class Routes:
             if number == "unload":
                 return {"type": "unload_model", "model_id": model_id}
             model = self._server.models.get(model_id)
-            if model is None or model.owned.tenant != tenant or not number.isdecimal():
+            if model is None or model.owned.tenant != tenant or not (number.isdecimal() and len(number) <= SEQ_DIGITS):
                 raise Refused(410, "unknown_request", "no such request is known: ask for what is wanted again")
             self._server.sessions.heard_of(model.owned.session)
             return self._told(await model.told(int(number), wait_s), name, model.why_waiting())
@@ -401,8 +401,6 @@ def _promise(model: Model, seq: int) -> dict[str, Any]:
 
 
 def _model_id(session: str, seq: int) -> str:
-    if seq < 0:
-        raise invalid(f"model_seq_id is {seq}; it is 0 at least")
     return f"{session}:train:{seq}"
 
 

@@ -123,6 +123,11 @@ class Samplings:
                 self.samplers[each.id] = each
         self._book.rewrite(self.samplers.values())
 
+    def is_another(self, sampler: Sampler) -> bool:
+        """There is one of its name, of something else. What a path names may have changed."""
+        there = self.samplers.get(sampler.id, sampler)
+        return (there.base, there.path) != (sampler.base, sampler.path) or (not there.path and there.adapter != sampler.adapter)
+
     async def open(self, sampler: Sampler) -> str:
         """It may be asked from now on, also by a server that is started again. Opened twice, it stays as it was."""
         if sampler.id not in self.samplers:
@@ -132,12 +137,17 @@ class Samplings:
                 self.samplers.popitem(last=False)
         return sampler.id
 
-    async def open_of(self, owned: Owned, entry: Entry, seq: int, version: int) -> None:
-        """The one that comes of a model's operation."""
+    @staticmethod
+    def made_of(owned: Owned, entry: Entry, seq: int, version: int) -> Sampler:
+        """What is to come of a model's operation."""
         saved = -1 if isinstance(entry.operation, Follow) else seq
-        sampler = Sampler(entry.sampler, owned.tenant, owned.session, owned.base, "", owned.id, saved, version)
+        return Sampler(entry.sampler, owned.tenant, owned.session, owned.base, "", owned.id, saved, version)
+
+    async def open_of(self, owned: Owned, entry: Entry, seq: int, version: int) -> None:
+        """Open what comes of a model's operation."""
+        sampler = self.made_of(owned, entry, seq, version)
         await self.open(sampler)
-        if saved >= 0:
+        if sampler.seq >= 0:
             await self._let_go_of_snapshots(owned.id)
 
     async def _let_go_of_snapshots(self, model: str) -> None:
@@ -195,8 +205,9 @@ class Samplings:
         if not prompt or room < 1:
             why = f"the prompt has {len(prompt):,} tokens; it needs one at least, and with a completion there may be {limits.most_tokens:,}"
             raise Refused(400, "context_length_exceeded", why)
-        if strange := next((each for each in prompt if each < 0 or (limits.vocab_size and each >= limits.vocab_size)), None):
-            raise Refused(400, "invalid_request_error", f"the prompt has the token {strange}; the model's are 0 to {limits.vocab_size - 1}")
+        most = limits.vocab_size or 2**31
+        if strange := next((each for each in prompt if not 0 <= each < most), None):
+            raise Refused(400, "invalid_request_error", f"the prompt has the token {strange}; the model's are 0 to {most - 1}")
         ids, texts = wanted.ends()
         return prompt, Sampling(
             max_new_tokens=min(wanted.max_tokens or room, room),

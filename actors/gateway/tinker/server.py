@@ -247,6 +247,11 @@ class TinkerServer(Actor):
         if len(self.models) >= self.config.tinker.max_models:
             raise Refused(429, "too_many_models", f"tinker.max_models={self.config.tinker.max_models} models are there: unload one")
         journal = ModelJournal(self._models_folder / owned.id)
+        before = await self.offload(journal.owned)
+        if (known := self.models.get(owned.id)) is not None:
+            return known
+        if before is not None:
+            raise Refused(400, "model_over", f"{owned.id} was a model before, which is unloaded: take another model_seq_id")
         model = self.models[owned.id] = Model(self, journal, owned)  # before the await: the same request again finds it
         await self.on_disk(self.folder, journal.describe, owned)
         model.begin()

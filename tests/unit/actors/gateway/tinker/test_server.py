@@ -5,8 +5,10 @@ import contextlib
 import json
 import math
 import stat
+from functools import partial
 
 import httpx
+import numpy as np
 import pytest
 
 from rubato.runtime.errors import ActorFailed, ConfigError
@@ -131,6 +133,10 @@ async def test_what_is_not_there_is_refused_by_its_name(served):
         ({"base_model": "another"}, "'another' is not served here; toy is"),
         ({"lora_config": None}, "lora_config is missing"),
         ({"lora_config": {"rank": 0}}, "rank is 0"),
+        ({"lora_config": {"rank": 513}}, "rank is 513; it is 1 to 512"),
+        ({"lora_config": {"rank": 10**30}}, "it is 1 to 512"),
+        ({"model_seq_id": -1}, "`int` >= 0"),
+        ({"model_seq_id": 10**300}, "`int` <= 2147483647"),
         ({"lora_config": {"rank": 4, "train_mlp": False, "train_attn": False}}, "neither train_mlp nor train_attn"),
         ({"optimizer_config": {"type": "dimuon"}}, "dimuon is not there"),
         ({"session_id": "sess-another"}, "there is no session"),
@@ -165,15 +171,16 @@ async def test_whoever_asks_for_a_result_early_is_told_to_ask_again(tmp_path):
         assert answer.json()["type"] == "try_again"
         ScriptedTrainer.hold.set()
         output_of(await client.result(promise))
-        assert (await client.post("retrieve_future", {"request_id": f"{model}:77"})).status_code == 410
+        for number in ("77", "9" * 5000, "-1", "x"):
+            assert (await client.post("retrieve_future", {"request_id": f"{model}:{number}"})).status_code == 410
 
 
-async def restarted(job):
-    """The server is killed, and another has taken its place; it may not listen yet."""
+async def restarted(job, actor="tinker-1"):
+    """It is killed, and another has taken its place; a server may not listen yet."""
     hosted = job._agent.host._hosted
-    before = hosted["tinker-1"].instance
+    before = hosted[actor].instance
     before.kill()
-    while hosted["tinker-1"].instance is before:  # noqa: ASYNC110 - it is started again
+    while hosted[actor].instance is before:  # noqa: ASYNC110 - it is started again
         await asyncio.sleep(0.05)
 
 
@@ -199,6 +206,38 @@ async def test_a_server_that_is_killed_comes_back_at_its_address_with_all_that_i
     assert ScriptedTrainer.applied[model, 3] == 1
     await served.asked("session_heartbeat", {"session_id": session})
     sampled_of(await served.result((await served.sample(sampler)).json()))
+
+
+async def test_what_is_refused_before_its_turn_leaves_their_turn_to_those_before_also_in_a_server_that_comes_after(served):
+    model = await served.model()
+    await served.result((await served.learn(model, seq=1)).json())
+    wrong = {"model_id": model, "seq_id": 4, "adam_params": {"learning_rate": -1}}
+    refused = (await served.post("optim_step", wrong)).json()
+    later = (await served.step(model, seq=5)).json()
+    await restarted(served.job)
+    told = [await patiently(lambda: served.learn(model, seq=3)), await patiently(lambda: served.step(model, seq=2))]
+    assert [each.status_code for each in told] == [200, 200], told[0].text
+    for promise in (told[1].json(), told[0].json(), later):
+        assert b"error" not in json.dumps(await served.result(promise), default=str).encode()
+    assert (await served.result(refused))["category"] == "user"
+    assert [seq for _, seq in ScriptedTrainer.applied] == [0, 1, 2, 3, 5]
+
+
+async def test_what_no_file_of_the_trainer_covers_is_sent_again_though_its_result_is_kept_no_more(tmp_path):
+    async with serving(tmp_path / "run", "tinker.results_kept=16") as (job, url, key), Client(url, key) as client:
+        odds = []
+        for disturbed in (False, True):
+            client.seq, model = 0, await client.model()
+            for number in range(20):
+                output_of(await client.result((await client.learn(model, datum(targets=(number, 2, 3)))).json()))
+            if disturbed:
+                await restarted(job)
+                await restarted(job, "trainer-1")
+            await client.result((await patiently(partial(client.step, model, seq=21))).json())
+            saved = await client.numbered_post("save_weights", model, seq=22, path="end")
+            await client.result(saved.json())
+            odds.append(np.load(tmp_path / "run/tinker/models" / model / "saves/22/odds.npy"))
+        assert np.array_equal(*odds)
 
 
 # -- what is saved ----------------------------------------------------------------------------------------------------
@@ -228,6 +267,16 @@ async def test_a_name_is_taken_again_where_its_client_says_so(served):
     told = await served.result((await served.numbered_post("save_weights", model, path="one")).json())
     assert "one is saved already" in told["error"]
     assert "path" in await served.result((await served.numbered_post("save_weights", model, path="one", overwrite=True)).json())
+
+
+async def test_of_two_that_are_saved_under_a_name_at_once_the_second_is_refused(served):
+    model = await served.model()
+    ScriptedTrainer.hold = asyncio.Event()
+    promises = [(await served.numbered_post("save_weights", model, path="one")).json() for _ in range(2)]
+    ScriptedTrainer.hold.set()
+    assert "path" in await served.result(promises[0])
+    assert "one is saved already" in (await served.result(promises[1]))["error"]
+    assert (await served.numbered_post("save_weights", model, seq=1, path="one")).json() == promises[0]
 
 
 @pytest.mark.parametrize(
@@ -337,6 +386,22 @@ async def test_engines_hold_no_more_saved_weights_than_there_are_places(tmp_path
         assert len(list((tmp_path / "run/tinker/models" / model / "saves").iterdir())) == 3
 
 
+async def test_a_sampling_session_whose_number_is_taken_by_another_is_refused(served):
+    session = await served.session()
+    model = await served.model(session)
+    await saved_sampler(served, model)
+    told = await served.result((await served.numbered_post("save_weights_for_sampler", model, sampling_session_seq_id=0)).json())
+    assert "take another sampling_session_seq_id" in told["error"]
+    path = (await served.result((await served.numbered_post("save_weights", model, path="one")).json()))["path"]
+    body = {"session_id": session, "sampling_session_seq_id": 1, "base_model": "toy"}
+    first = await served.asked("create_sampling_session", body)
+    assert await served.asked("create_sampling_session", body) == first
+    for number in (0, 1):
+        answer = await served.post("create_sampling_session", {**body, "sampling_session_seq_id": number, "model_path": path})
+        assert answer.status_code == 400
+        assert "is taken" in answer.json()["error"]
+
+
 # -- age --------------------------------------------------------------------------------------------------------------
 
 
@@ -395,6 +460,35 @@ async def test_what_waits_for_its_turn_is_judged_by_a_server_that_comes_after(tm
         ScriptedTrainer.hold.set()
         await patiently(lambda: client.result(moved))
         assert "its age is 1, and tinker.alpha=0" in (await client.result(waiting))["error"]
+
+
+async def test_a_step_tells_of_all_that_went_into_it_also_where_the_server_was_killed_within(served):
+    model = await served.model()
+    data = await of_samples(served, await saved_sampler(served, model))
+    await served.train(model, datum(**POLICY), loss="ppo")
+    told = []
+    for disturbed in (False, True):
+        for sent, more in ((data, {}), (datum(**POLICY), {}), (datum(**POLICY), {"only": True}), (datum(), {"loss": "cross_entropy"})):
+            learned = await served.learn(model, sent, **{"loss": "ppo", **more})
+            output_of(await served.result(learned.json()))
+        await saved_sampler(served, model, "inflight", 1 + disturbed)
+        if disturbed:
+            await restarted(served.job)
+        stepped = await patiently(lambda seq=served.seq + 1: served.step(model, seq=seq))
+        served.seq += 1
+        told.append((await served.result(stepped.json()))["metrics"])
+    assert told[0] == told[1]
+    assert told[0]["rubato/unknown_frac"] == 0.5
+    assert told[0]["rubato/version_min"] == 0.0
+
+
+async def test_what_gathered_before_a_load_is_no_part_of_the_next_step(served):
+    model = await served.model()
+    path = (await served.result((await served.numbered_post("save_weights", model, path="one")).json()))["path"]
+    await served.learn(model, datum(**POLICY), loss="ppo")
+    await served.numbered_post("load_weights", model, path=path, optimizer=False)
+    stepped = await served.result((await served.step(model)).json())
+    assert "rubato/unknown_frac" not in stepped["metrics"]
 
 
 @pytest.mark.parametrize(("alpha", "needed"), [("0", 4), ("1", 3), ("9", 1), ("null", 1)])
@@ -487,3 +581,15 @@ async def test_a_model_is_unloaded_and_makes_room(tmp_path):
         promise = await client.asked("unload_model", {"model_id": model})
         assert (await client.result(promise))["model_id"] == model
         await client.model(session, 1)
+
+
+async def test_what_a_model_saved_is_not_written_over_by_one_that_takes_its_number(served):
+    session = await served.session()
+    model = await served.model(session)
+    await served.result((await served.numbered_post("save_weights", model, path="one")).json())
+    await served.asked("unload_model", {"model_id": model})
+    body = {"session_id": session, "model_seq_id": 0, "base_model": "toy", "lora_config": {"rank": 8}}
+    answer = await served.post("create_model", body)
+    assert answer.status_code == 400
+    assert "take another model_seq_id" in answer.json()["error"]
+    assert (await served.post("unload_model", {"model_id": model})).status_code == 404
