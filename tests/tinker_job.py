@@ -194,7 +194,10 @@ class ScriptedTrainer(Actor):
         if request.folder:
             odds = np.load(Path(request.folder) / "odds.npy")
         elif request.model:
-            odds = self.models[request.model].odds
+            model = self.models.get(request.model) or self._loaded(request.model)
+            if model is None or model.version < request.version:
+                return SamplerRefused("the model is behind", behind=True)
+            odds = model.odds
         logprobs = odds - np.log(np.exp(odds).sum())
         found = logprobs[unpack_i32(request.tokens)].astype(np.float32)
         found[0] = np.nan

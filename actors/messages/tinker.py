@@ -196,6 +196,8 @@ class SamplerRefused(Message, frozen=True):
     """`reason` is one sentence."""
 
     reason: str
+    behind: bool = False
+    """The trainer began anew, and lacks operations of the model, as in Behind."""
 
 
 class PrepareSampler(Request[SamplerReady | SamplerRefused], frozen=True):
@@ -232,3 +234,5 @@ class Score(Request[Scored | SamplerRefused], frozen=True):
     folder: str = ""
     model: str = ""
     top: int = 0
+    version: int = 0
+    """Of `model`, at least."""

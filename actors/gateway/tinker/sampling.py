@@ -17,7 +17,7 @@ from rubato.actors.envs.templates import ids_in_configs
 from rubato.actors.gateway.session import Refused
 from rubato.actors.gateway.tinker.ages import Under
 from rubato.actors.gateway.tinker.journal import Book, Entry, Owned, Told
-from rubato.actors.gateway.tinker.models import TRAINER
+from rubato.actors.gateway.tinker.models import TRAINER, Model
 from rubato.actors.gateway.tinker.requests import LEAST_TOP_P, SampleRequest
 from rubato.actors.gateway.tinker.wire import PromptScores, Sampled, sampled
 from rubato.actors.messages.generation import Completion, Generate, Sampling, why_early
@@ -306,38 +306,47 @@ class Samplings:
 
     async def _scored(self, sampler: Sampler, asked: SampleRequest, prompt: bytes) -> PromptScores:
         folder = str(self._server.save_folder(sampler.model, sampler.seq)) if sampler.seq >= 0 else ""
-        request = Score(prompt, folder, sampler.model if sampler.follows else "", asked.topk_prompt_logprobs)
-        for attempt in range(MOST_TRIES):
+        until, tries = self._server.loop.time() + SCORE_S, 0
+        while True:
+            model = self._followed(sampler)
+            name, version = ("", 0) if model is None else (sampler.model, model.version)
             try:
+                request = Score(prompt, folder, name, asked.topk_prompt_logprobs, version)
                 reply = await self._server.ref(TRAINER).ask(request, timeout=SCORE_S)
             except Failed as error:
                 raise Refused(400, "scoring_failed", f"the prompt can't be scored: {error}") from error
             except AskFailed as error:
-                if attempt + 1 == MOST_TRIES:
+                tries += 1
+                if tries == MOST_TRIES:
                     raise Refused(503, "scoring_failed", f"the trainer did not answer: {error}") from error
                 await asyncio.sleep(PAUSE_S)
                 continue
             if isinstance(reply, Scored):
                 top = asked.topk_prompt_logprobs
                 return PromptScores(reply.logprobs, asked.prompt_logprobs_last_n, top, reply.top_ids, reply.top_logprobs)
-            if not sampler.follows or attempt + 1 == MOST_TRIES:
-                raise Refused(400, "scoring_failed", f"the prompt can't be scored: {reply.reason}")
-            if (model := self._server.models.get(sampler.model)) is not None:
-                model.doubt()
+            if model is None or not reply.behind or self._server.loop.time() > until:
+                raise Refused(503 if reply.behind else 400, "scoring_failed", f"the prompt can't be scored: {reply.reason}")
+            model.doubt()
             await asyncio.sleep(PAUSE_S)
-        raise AssertionError("unreachable")
 
     # -- adapters ----------------------------------------------------------------------------------------------------
+
+    def _followed(self, sampler: Sampler) -> Model | None:
+        """The model that it follows; None: it follows none. Raises Refused where that is there no more."""
+        if not sampler.follows:
+            return None
+        model = self._server.models.get(sampler.model)
+        if model is None:
+            raise Refused(404, "unknown_model", "the model that the sampling client follows is unloaded")
+        return model
 
     async def _need(self, sampler: Sampler, user: str) -> WeightsNeed:
         """What an engine must hold for it. Raises Refused."""
         if not sampler.model:
             return WeightsNeed()
-        if sampler.follows:
-            model = self._server.models.get(sampler.model)
+        if (model := self._followed(sampler)) is not None:
             alpha = self._section.alpha
-            newest = model.version if model is not None else sampler.version
-            return WeightsNeed(max(sampler.version, 0 if alpha is None else newest - alpha), adapter=sampler.adapter)
+            return WeightsNeed(max(sampler.version, 0 if alpha is None else model.version - alpha), adapter=sampler.adapter)
         async with self._turn:
             ready = self._ready.get(sampler.adapter)
             if ready is None:

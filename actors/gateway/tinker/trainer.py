@@ -391,13 +391,15 @@ class TinkerTrainer(Actor):
         except (AdapterError, TrainError, MemoryError, OSError) as error:
             return SamplerRefused(str(error))
 
-    async def _score_model(self, request: Score) -> Scored:
+    async def _score_model(self, request: Score) -> Scored | SamplerRefused:
         require_name(request.model)
         model = self._known(request.model)
         async with model.turn:
             await self._bring(model)
             if not model.is_held:
-                raise TrainError(f"there is no model {request.model}")
+                return SamplerRefused(f"there is no model {request.model}", behind=True)
+            if model.version < request.version:
+                return SamplerRefused(f"the model stands at version {model.version}, not {request.version}", behind=True)
             return await self._work(lambda: self._tuned.score(request.tokens, model=model.name, top=request.top))
 
 

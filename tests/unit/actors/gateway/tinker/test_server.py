@@ -386,6 +386,27 @@ async def test_engines_hold_no_more_saved_weights_than_there_are_places(tmp_path
         assert len(list((tmp_path / "run/tinker/models" / model / "saves").iterdir())) == 3
 
 
+async def test_a_prompt_is_scored_under_the_model_as_it_stands_also_by_a_trainer_that_began_anew(served):
+    model = await served.model()
+    sampler = await saved_sampler(served, model, "inflight")
+    for _ in range(4):
+        await served.train(model)
+    scores = []
+    for number in range(2):
+        promise = (await served.sample(sampler, number, prompt=(1, 2, 3), prompt_logprobs=True)).json()
+        scores.append(sampled_of(await served.result(promise))[1][1:])
+        await restarted(served.job, "trainer-1")
+    assert scores[0] == scores[1]
+
+
+async def test_a_client_in_flight_whose_model_is_unloaded_is_told_so(served):
+    model = await served.model()
+    sampler = await saved_sampler(served, model, "inflight")
+    await served.asked("unload_model", {"model_id": model})
+    told = await served.result((await served.sample(sampler)).json())
+    assert told == {"error": "the model that the sampling client follows is unloaded", "category": "user"}
+
+
 async def test_a_sampling_session_whose_number_is_taken_by_another_is_refused(served):
     session = await served.session()
     model = await served.model(session)

@@ -374,4 +374,5 @@ async def test_tokens_are_scored_under_a_model_that_has_to_be_brought_back(job, 
         await begin_again()
 
         assert await client.ask(Score(tokens, model="m")) == under != base
-        assert await client.ask(Score(tokens, model="x")) == SamplerRefused("there is no model x")
+        assert await client.ask(Score(tokens, model="m", version=2)) == SamplerRefused("the model stands at version 1, not 2", behind=True)
+        assert await client.ask(Score(tokens, model="x")) == SamplerRefused("there is no model x", behind=True)
