@@ -20,6 +20,11 @@ KEY = "tml-simulated-0123456789"
 
 STEPS = 7
 
+EARLY, LATE, END = 3, 6, 2 * STEPS + 3
+"""Numbers of requests: one that the server refuses before its turn, one that the trainer does in it, and the last."""
+
+RIGHT = [seq for seq in range(1, END) if seq not in (EARLY, LATE)]
+
 
 class Unheard(TinkerServer):
     """It is asked without sockets, by whoever has its application."""
@@ -94,25 +99,31 @@ async def played(folder, seed, victims=()):
         session = (await surely(lambda: client.post("create_session", {}), chance)).json()["session_id"]
         body = {"session_id": session, "model_seq_id": 0, "base_model": "toy", "lora_config": {"rank": 4}}
         made = (await surely(lambda: client.post("create_model", body), chance)).json()
-        model, order = made["model_id"], list(range(1, 2 * STEPS + 1))
-        sends = {}
-        for step in range(STEPS):
+        model, order = made["model_id"], list(range(1, END + 1))
+        sends = {
+            EARLY: lambda: client.step(model, rate=-1.0, seq=EARLY),
+            LATE: lambda: client.learn(model, loss="nonsense", seq=LATE),
+            END: lambda: client.numbered_post("save_weights", model, seq=END, path="end"),
+        }
+        learning, moving = RIGHT[::2], RIGHT[1::2]
+        for step, (learn, move) in enumerate(zip(learning, moving, strict=True)):
             row = datum((1, 2), ((3 * step) % 11, (5 * step) % 7))
-            sends[2 * step + 1] = lambda seq=2 * step + 1, row=row: client.learn(model, row, seq=seq)
-            sends[2 * step + 2] = lambda seq=2 * step + 2: client.step(model, seq=seq)
+            sends[learn] = lambda seq=learn, row=row: client.learn(model, row, seq=seq)
+            sends[move] = lambda seq=move: client.step(model, seq=seq)
         chance.shuffle(order)
         promises = {}
         for seq in order:
             promises[seq] = (await surely(sends[seq], chance)).json()
-        saving = await surely(lambda: client.numbered_post("save_weights", model, seq=2 * STEPS + 1, path="end"), chance)
+            await asyncio.sleep(chance.uniform(0.0, 0.3))
         told = {}
-        for seq, promise in [*sorted(promises.items()), (0, saving.json())]:
+        for seq, promise in sorted(promises.items()):
             told[seq] = await surely(lambda promise=promise: client.post("retrieve_future", promise), chance)
-        assert told[0].json()["path"].endswith("/weights/end")
+        assert told[END].json()["path"].endswith("/weights/end")
+        assert [told[seq].json()["category"] for seq in (EARLY, LATE)] == ["user", "user"]
         if killing is not None:
             killing.cancel()
-        saves = folder / "tinker" / "models" / model / "saves" / str(2 * STEPS + 1)
-        return [output_of(told[seq].content)[1]["loss:sum"] for seq in range(1, 2 * STEPS + 1, 2)], np.load(saves / "odds.npy")
+        saves = folder / "tinker" / "models" / model / "saves" / str(END)
+        return [output_of(told[seq].content)[1]["loss:sum"] for seq in learning], np.load(saves / "odds.npy")
 
 
 @pytest.fixture(scope="module")

@@ -40,6 +40,9 @@ PAUSES_S = (0.25, 5.0)
 MOST_TRIES = 3
 """Of an operation that the trainer raises at."""
 
+NONE = -1
+"""In place of an operation's number."""
+
 AHEAD = 4096
 """How far before its turn an operation may come in."""
 
@@ -49,6 +52,8 @@ class Model:
 
     def __init__(self, server: "TinkerServer", journal: ModelJournal, owned: Owned) -> None:
         self.owned, self.journal = owned, journal
+        self.over = False
+        """It is unloaded."""
         self.version = 0
         """Where it stands, by the newest result."""
         self._server = server
@@ -133,7 +138,7 @@ class Model:
         if await self._is_known(seq, digest):
             return
         self._check_room(seq, len(data))
-        async with self._write(seq):
+        async with self.writing(seq):
             await self._server.on_disk(self.journal.folder, self.journal.keep, seq, data)
             self._waiting[seq], self._since[seq] = Pending(seq, digest, len(data)), self._now()
         self._news.set()
@@ -144,7 +149,7 @@ class Model:
         if await self._is_known(seq, digest):
             return
         self._check_room(seq, 0)
-        async with self._write(seq):
+        async with self.writing(seq):
             await self._settle(seq, digest, why, "user")
         self._news.set()
 
@@ -160,6 +165,8 @@ class Model:
         return known is not None
 
     def _check_room(self, seq: int, size: int) -> None:
+        if self.over:
+            raise Refused(404, "unknown_model", f"there is no model {self.owned.id!r}: it is unloaded")
         if seq > self._next + AHEAD:
             raise Refused(400, "seq_id_ahead", f"seq_id {seq} is far before its turn: the model is at {self._next}")
         if len(self._waiting) >= self._section.max_pending and seq != self._next:
@@ -167,8 +174,17 @@ class Model:
         if self._server.pending_bytes + size > self._section.max_pending_mb * 2**20 and seq != self._next:
             raise Refused(429, "too_much_pending", f"tinker.max_pending_mb={self._section.max_pending_mb} MiB of operations wait already")
 
-    def _write(self, seq: int) -> "_Writing":
+    def writing(self, seq: int) -> "_Writing":
+        """A block in which its operation is written; with NONE what it is itself."""
         return _Writing(self._writing, seq)
+
+    async def end(self) -> None:
+        """Nothing is taken in any more, and nothing is being written once this returns."""
+        self.over = True
+        if self.task is not None:
+            self.task.cancel()
+        while self._writing:
+            await next(iter(self._writing.values())).wait()
 
     # -- what goes out -----------------------------------------------------------------------------------------------
 

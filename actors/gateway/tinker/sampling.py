@@ -189,6 +189,10 @@ class Samplings:
             raise Refused(400, "seq_id_taken", f"seq_id {asked.seq_id} was another request before; requests have numbers of their own")
         if future is None:
             prompt, sampling = self._checked(asked)
+            if asked.num_samples > self._section.max_samples:
+                raise Refused(
+                    400, "too_many_samples", f"num_samples is {asked.num_samples}; tinker.max_samples={self._section.max_samples}"
+                )
             if self._under_way + asked.num_samples > self._section.max_samples:
                 raise Refused(429, "too_many_samples", f"tinker.max_samples={self._section.max_samples} completions are under way already")
             future = self._futures[name] = Future(sampler.tenant, sampler.session, digest, asked.num_samples)

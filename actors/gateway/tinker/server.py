@@ -23,7 +23,7 @@ from rubato.actors.gateway.server import http_server
 from rubato.actors.gateway.session import Refused
 from rubato.actors.gateway.tinker.ages import Ages, Noted
 from rubato.actors.gateway.tinker.journal import NAME, Area, Book, ModelJournal, Named, Owned
-from rubato.actors.gateway.tinker.models import TRAINER, Model
+from rubato.actors.gateway.tinker.models import NONE, TRAINER, Model
 from rubato.actors.gateway.tinker.routes import Routes
 from rubato.actors.gateway.tinker.sampling import Sampler, Samplings, limits_of
 from rubato.actors.gateway.tinker.section import TinkerSection, names_of
@@ -252,16 +252,20 @@ class TinkerServer(Actor):
             return known
         if before is not None:
             raise Refused(400, "model_over", f"{owned.id} was a model before, which is unloaded: take another model_seq_id")
+        self.sessions.found(owned.tenant, owned.session)  # it may have ended meanwhile, and would leave this one behind
         model = self.models[owned.id] = Model(self, journal, owned)  # before the await: the same request again finds it
-        await self.on_disk(self.folder, journal.describe, owned)
-        model.begin()
+        async with model.writing(NONE):
+            await self.on_disk(self.folder, journal.describe, owned)
+        if not model.over:
+            model.begin()
         return model
 
     async def unload(self, model: Model) -> None:
         """The trainer lets go of it; what was saved under a name stays."""
+        if model.over:
+            return
         self.models.pop(model.owned.id, None)
-        if model.task is not None:
-            model.task.cancel()
+        await model.end()
         owned = msgspec.structs.replace(model.owned, unloaded=True)
         await self.on_disk(self.folder, model.journal.describe, owned)
         with suppress(AskFailed):

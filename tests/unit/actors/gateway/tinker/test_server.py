@@ -399,6 +399,16 @@ async def test_a_prompt_is_scored_under_the_model_as_it_stands_also_by_a_trainer
     assert scores[0] == scores[1]
 
 
+async def test_more_samples_than_there_may_ever_be_are_refused_for_good(tmp_path):
+    async with serving(tmp_path / "run", "tinker.max_samples=4") as (_, url, key), Client(url, key) as client:
+        body = {"session_id": await client.session(), "sampling_session_seq_id": 0, "base_model": "toy"}
+        sampler = (await client.asked("create_sampling_session", body))["sampling_session_id"]
+        answer = await client.sample(sampler, n=5)
+        assert answer.status_code == 400
+        assert "num_samples is 5; tinker.max_samples=4" in answer.json()["error"]
+        assert len(sampled_of(await client.result((await client.sample(sampler, n=4)).json()))[0]) == 4
+
+
 async def test_a_client_in_flight_whose_model_is_unloaded_is_told_so(served):
     model = await served.model()
     sampler = await saved_sampler(served, model, "inflight")
@@ -602,6 +612,15 @@ async def test_a_model_is_unloaded_and_makes_room(tmp_path):
         promise = await client.asked("unload_model", {"model_id": model})
         assert (await client.result(promise))["model_id"] == model
         await client.model(session, 1)
+
+
+async def test_a_model_that_is_asked_for_while_its_session_ends_is_not_left_behind(tmp_path):
+    async with serving(tmp_path / "run", "tinker.max_models=1") as (_, url, key), Client(url, key) as client:
+        for _ in range(5):
+            session = await client.session()
+            body = {"session_id": session, "model_seq_id": 0, "base_model": "toy", "lora_config": {"rank": 8}}
+            await asyncio.gather(client.post("create_model", body), client.post(f"sessions/{session}/finish", {}))
+        await client.model()
 
 
 async def test_what_a_model_saved_is_not_written_over_by_one_that_takes_its_number(served):
