@@ -25,8 +25,8 @@ MOST_DAYS = 3650
 MOST_RANK = 512
 """Of train.lora.rank too."""
 
-Number = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
-"""By which a client counts what it makes or asks of one thing; it becomes a part of names."""
+Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+"""By which a client tells what it makes or asks of one thing; it becomes a part of names. Clients of a handle count from a random billion on."""
 
 MOST_IDS = 256
 """That end a completion."""
