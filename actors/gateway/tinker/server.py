@@ -301,6 +301,9 @@ class TinkerServer(Actor):
 
     async def _sweep(self) -> None:
         while True:
+            for model in list(self.models.values()):
+                if not self.sessions.runs(model.owned.session):  # a server was killed while the session ended
+                    await self.unload(model)
             await asyncio.sleep(SWEEP_S)
             for session in self.sessions.silent(self.config.tinker.session_s):
                 self.log.info("tinker_session_silent", session=session.id)

@@ -114,6 +114,9 @@ class Sessions:
         while len(self._over) > OVER_KEPT:
             del self._over[next(iter(self._over))]
 
+    def runs(self, name: str) -> bool:
+        return name in self._heard
+
     def found(self, tenant: str, name: str) -> Session:
         """It is heard of now. Raises Refused."""
         heard = self._heard.get(name)

@@ -615,6 +615,18 @@ async def test_a_model_is_unloaded_and_makes_room(tmp_path):
         await client.model(session, 1)
 
 
+async def test_a_session_whose_end_a_kill_cut_short_ends_after_it(tmp_path):
+    async with serving(tmp_path / "run", "tinker.max_models=1") as (job, url, key), Client(url, key) as client:
+        session = await client.session()
+        model = await client.model(session)
+        with (tmp_path / "run/tinker/sessions.jsonl").open("a") as book:
+            book.write(json.dumps({"id": session, "tenant": "own", "over": True}) + "\n")
+        await restarted(job)
+        while (await patiently(lambda: client.post("get_info", {"model_id": model}))).status_code != 404:  # noqa: ASYNC110 - of the server
+            await asyncio.sleep(0.05)
+        await client.model()
+
+
 async def test_a_model_that_is_asked_for_while_its_session_ends_is_not_left_behind(tmp_path):
     async with serving(tmp_path / "run", "tinker.max_models=1") as (_, url, key), Client(url, key) as client:
         for _ in range(5):
