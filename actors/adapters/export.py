@@ -9,7 +9,7 @@ from rubato.actors.adapters import shapes
 from rubato.actors.checkpoints import checkpoint as checkpoints
 from rubato.actors.checkpoints.model_check import check_model_folder
 from rubato.actors.checkpoints.model_folder import ADAPTER_CONFIG, INDEX, WEIGHTS, files_beside_weights, map_file, read_header, weight_files
-from rubato.runtime.errors import ConfigError, LaunchError
+from rubato.runtime.errors import ConfigError, LaunchError, has_no_room
 
 LEFT_OUT = {checkpoints.MANIFEST, checkpoints.RECEIPTS, ADAPTER_CONFIG, "optimizer.state", "trainer.json"}
 """What belongs to a checkpoint, or to the adapter, and not to the model."""
@@ -46,8 +46,8 @@ def export(source: Path, out: Path, base: Path | None) -> str:
     """Write `out`, whole or not at all; returns what it is. Raises LaunchError, one sentence. Blocks."""
     building = out.with_name(f".{out.name}.building")
     shutil.rmtree(building, ignore_errors=True)
-    building.mkdir(parents=True)
     try:
+        building.mkdir(parents=True)
         if (source / ADAPTER_CONFIG).exists():
             told = _merge(source, building, base)
         else:
@@ -56,6 +56,10 @@ def export(source: Path, out: Path, base: Path | None) -> str:
         building.rename(out)
     except (shapes.AdapterError, ConfigError, ValueError) as error:
         raise LaunchError(str(error).removesuffix(".") + ".") from error
+    except OSError as error:
+        if has_no_room(error):
+            raise
+        raise LaunchError(f"{out} can't be written: {error.strerror}.") from error
     finally:
         shutil.rmtree(building, ignore_errors=True)
     return told

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
@@ -75,8 +75,8 @@ def target_modules(shapes: Mapping[str, tuple[int, ...]], targets: tuple[str, ..
         named = {name: shape for name, shape in matrices.items() if name == target or name.endswith(f".{target}")}
         if not named:
             ends = sorted({name.rpartition(".")[2] for name in matrices if name not in outer})
-            near = "".join(f". Did you mean {end}?" for end in difflib.get_close_matches(target.rpartition(".")[2], ends, 1))
-            raise AdapterError(f"train.lora.targets: no module of the model is called {target}; there are {', '.join(ends)}{near}")
+            near = "".join(f" (did you mean {end}?)" for end in difflib.get_close_matches(target.rpartition(".")[2], ends, 1))
+            raise AdapterError(f"train.lora.targets: no module of the model is called {target}{near}; there are {', '.join(ends)}")
         if barred := sorted(name for name in named if name in outer or ".experts." in name):
             what = "routed experts" if ".experts." in barred[0] else "the embedding and the output head"
             raise AdapterError(f"train.lora.targets: {target} names {barred[0]}, but {what} get no adapter here: name other modules")
@@ -166,8 +166,8 @@ class PeftConfig(msgspec.Struct):
     """What counts of an adapter_config.json."""
 
     peft_type: str
-    r: int
-    lora_alpha: float
+    r: Annotated[int, msgspec.Meta(ge=1)]
+    lora_alpha: Annotated[float, msgspec.Meta(gt=0)]
     base_model_name_or_path: str | None = None
     target_modules: list[str] | str | None = None
     bias: str = "none"
@@ -202,14 +202,22 @@ def read_adapter(folder: Path) -> tuple[PeftConfig, memoryview]:
     try:
         config = msgspec.json.decode((folder / ADAPTER_CONFIG).read_bytes(), type=PeftConfig)
         image = map_file(folder / WEIGHTS)
-        read_header(image, str(folder / WEIGHTS))
+        places = read_header(image, str(folder / WEIGHTS))
     except FileNotFoundError as error:
         raise AdapterError(f"{folder} holds no adapter in peft's format: it has no {Path(error.filename).name}") from None
     except (OSError, ValueError, msgspec.MsgspecError) as error:
         raise AdapterError(f"the adapter in {folder} can't be read: {error}") from None
     if config.refused():
         raise AdapterError(f"the adapter in {folder} has {config.refused()}, which is not built in: it has to be plain LoRA")
+    for name, place in places.items():
+        if name.endswith(DOWN) and place.shape[:1] != (config.r,):
+            raise AdapterError(f"the adapter in {folder}: {ADAPTER_CONFIG} says r={config.r}, but {name} has shape {[*place.shape]}")
     return config, image
+
+
+def modules_of(image: memoryview, source: str) -> tuple[str, ...]:
+    """The modules that an image has tensors for, in its order."""
+    return tuple(dict.fromkeys(told[0] for told in map(module_of, read_header(image, source)) if told is not None))
 
 
 def require_fit(places: Mapping[str, TensorPlace], wanted: Mapping[str, tuple[int, ...]], source: str) -> None:
@@ -249,6 +257,12 @@ def check_start(folder: Path, model: Path, section: LoraSection) -> None:
             f"{section.alpha:g}: set train.lora.rank={config.r} and train.lora.alpha={config.lora_alpha:g}"
         )
     require_base(told_of(image), base_of(model), f"the adapter in {folder}")
+    named, wants = (sorted({name.rpartition(".")[2] for name in names}) for names in (modules_of(image, str(folder)), section.targets))
+    if named and named != wants:
+        raise AdapterError(
+            f"the adapter in {folder} is of {', '.join(named)}, but train.lora.targets says {', '.join(wants)}: set "
+            f"train.lora.targets=[{', '.join(named)}]"
+        )
     wanted = adapter_shapes(target_modules(shapes_in(model), section.targets), section.rank)
     require_fit(read_header(image, str(folder)), wanted, f"the adapter in {folder}")
 

@@ -85,7 +85,10 @@ def test_an_engine_that_drops_the_adapter_ends_the_run_within_one_check(launched
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (["train.lora={targets: [q_porj]}"], "no module of the model is called q_porj; there are down_proj, gate_proj"),
+        (
+            ["train.lora={targets: [q_porj]}"],
+            "no module of the model is called q_porj (did you mean q_proj?); there are down_proj, gate_proj",
+        ),
         (["train.lora={start: model}"], "holds no adapter in peft's format: it has no adapter_config.json"),
         (["train.kind=scripted"], "lora has no effect with kind=scripted"),
     ],

@@ -74,3 +74,19 @@ def test_a_checkpoint_of_a_whole_model_becomes_a_model_without_what_only_trainin
 def test_nothing_that_exists_is_overwritten(base, tmp_path):
     with pytest.raises(LaunchError, match="exists already"):
         main([str(base), "--merged", str(tmp_path)])
+
+
+def test_a_place_that_can_not_be_written_is_told(base, tmp_path):
+    (tmp_path / "file").touch()
+
+    with pytest.raises(LaunchError, match=r"file/out can't be written: Not a directory\.$"):
+        main([str(base), "--merged", str(tmp_path / "file" / "out")])
+
+
+def test_ranks_that_the_tensors_do_not_have_are_not_merged(saved, tmp_path, base):
+    config = saved[0] / "adapter_config.json"
+    config.write_text(config.read_text().replace('"r": 4', '"r": 8'))
+
+    with pytest.raises(LaunchError, match=r"adapter_config\.json says r=8"):
+        main([str(saved[0]), "--merged", str(tmp_path / "out"), "--base", str(base)])
+    assert not (tmp_path / "out").exists()

@@ -39,7 +39,7 @@ def test_a_target_may_name_one_module_alone():
 @pytest.mark.parametrize(
     ("target", "sentence"),
     [
-        ("q_porj", r"no module of the model is called q_porj; there are .*\. Did you mean q_proj\?"),
+        ("q_porj", r"no module of the model is called q_porj \(did you mean q_proj\?\); there are .*, v_proj$"),
         ("mlp", "no module of the model is called mlp; there are down_proj, gate_proj"),
         ("lm_head", "names lm_head, but the embedding and the output head get no adapter"),
         ("embed_tokens", "names model.embed_tokens, but the embedding"),
@@ -85,7 +85,14 @@ def test_an_adapter_that_fits_is_begun_with(saved, base):
     ("lora", "sentence"),
     [
         (LoraSection(rank=8, alpha=8), "has rank 4 and alpha 8, but train.lora says 8 and 8: set train.lora.rank=4"),
-        (LoraSection(rank=4, alpha=8, targets=("q_proj",)), "which train.lora.targets does not name"),
+        (
+            LoraSection(rank=4, alpha=8, targets=("q_proj",)),
+            r"is of down_proj, .*, v_proj, but train.lora.targets says q_proj: set train.lora.targets=\[down_proj, .*, v_proj\]$",
+        ),
+        (
+            LoraSection(rank=4, alpha=8, targets=("layers.0.mlp.up_proj", *PROJECTIONS[:5], "down_proj")),
+            "which train.lora.targets does not name",
+        ),
     ],
 )
 def test_an_adapter_of_other_settings_is_refused_in_one_sentence(saved, base, lora, sentence):
@@ -125,3 +132,22 @@ def test_what_is_no_plain_lora_is_refused_by_name(saved, base, what):
 def test_a_folder_without_an_adapter_is_told(base):
     with pytest.raises(shapes.AdapterError, match="holds no adapter in peft's format: it has no adapter_config"):
         shapes.check_start(base, base, LoraSection())
+
+
+@pytest.mark.parametrize(
+    ("told", "sentence"),
+    [
+        ('"r": 0', r"can't be read: Expected `int` >= 1 - at `\$.r`"),
+        ('"r": "four"', r"can't be read: Expected `int`, got `str`"),
+        ('"r": 8', r"adapter_config.json says r=8, but base_model.* has shape \[4, 96\]"),
+        ('"r": 4, "lora_alpha": 0', r"can't be read: Expected `float` > 0.0 - at `\$.lora_alpha`"),
+    ],
+)
+def test_a_folder_whose_config_is_not_of_its_tensors_is_refused(saved, told, sentence):
+    config = (folder := saved()) / "adapter_config.json"
+    config.write_text(
+        config.read_text().replace('"lora_alpha": 8,', "" if "lora_alpha" in told else '"lora_alpha": 8,').replace('"r": 4', told)
+    )
+
+    with pytest.raises(shapes.AdapterError, match=sentence):
+        shapes.read_adapter(folder)
