@@ -9,6 +9,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
+from rubato.actors.adapters import shapes
 from rubato.actors.checkpoints import checkpoint as checkpoints
 from rubato.actors.checkpoints.model_check import check_model_folder
 from rubato.actors.checkpoints.model_folder import ADAPTER_CONFIG
@@ -86,7 +87,9 @@ def find_models(named: str, *, every: bool) -> list[str]:
     if not folder.is_dir():
         if every:
             raise LaunchError(f"{given} has no checkpoints: --all goes with the folder of a run.")
-        if not (given / ADAPTER_CONFIG).exists() or not (given / checkpoints.MANIFEST).exists():
+        if (given / ADAPTER_CONFIG).exists():
+            _adapter_in(given)
+        else:
             check_model_folder(given)
         return [str(given.resolve())]
     found = checkpoints.by_step(folder) if every else [path for path in [checkpoints.newest(folder)[0]] if path]
@@ -112,12 +115,11 @@ def job_of(config: Path, overrides: Sequence[str], models: Sequence[str]) -> str
     tree["evaluate"] = {"models": [*models]}
     tree["model"]["path"] = models[0]
     if train := tree.get("train"):
-        train |= {"reference": "", "mesh": {}}
-        if (Path(models[0]) / ADAPTER_CONFIG).exists():
-            tree["model"]["path"] = _base_of(models[0], whole)
-            train["lora"] |= {"start": ""}
-        else:
-            train["lora"] = None
+        train |= {"reference": "", "mesh": {}, "lora": None}
+    if (Path(models[0]) / ADAPTER_CONFIG).exists():
+        is_moved = any(given.startswith("model.path=") for given in overrides)
+        tree["model"]["path"], lora = _adapted(Path(models[0]), whole, is_moved=is_moved)
+        tree["train"] = {**(train or {}), "lora": lora}
     tree["run"] |= {"steps": 0, "dir": ""}
     tree["report"]["finish"] = ""
     tree["prepare"] = []
@@ -126,15 +128,30 @@ def job_of(config: Path, overrides: Sequence[str], models: Sequence[str]) -> str
     return compose(source._replace(tree=tree)).dump()
 
 
-def _base_of(checkpoint: str, config: Config) -> str:
-    """The base model of an adapter that a run saved. Raises LaunchError where the config is of no run that trains one."""
-    if config.section("train").lora is None:
+def _adapted(adapter: Path, config: Config, *, is_moved: bool) -> tuple[str, dict[str, Any]]:
+    """The base model of the adapter in a folder, and `train.lora` as its engines have it. A checkpoint has both from the config of its run;
+    any other folder says them itself, but for a base model that the config was given. Raises LaunchError."""
+    lora = config.section("train").lora
+    if lora is not None and (adapter / checkpoints.MANIFEST).exists():
+        base = adapter.parents[1] / config.model_path  # relative paths start at the run folder
+        named = config.model_path if name_of(config.model_path) and not base.is_dir() else str(base)
+        return named, {**lora.model_dump(), "start": ""}
+    told, image = _adapter_in(adapter)
+    named = config.model_path if is_moved else told.base_model_name_or_path or ""
+    if Path(named).is_dir() and named:
+        named = str(Path(named).resolve())
+    elif not name_of(named):
         raise LaunchError(
-            f"{checkpoint} holds an adapter, and the config has no train.lora: give the config of its run, or merge it into its base model "
-            f"with `rubato export {checkpoint} --merged OUT`, and evaluate OUT."
+            f"the base model of the adapter in {adapter}, {named or 'of which it says nothing'}, is not there: name it with model.path=…"
         )
-    base = Path(checkpoint).parents[1] / config.model_path  # relative paths start at the run folder
-    return config.model_path if name_of(config.model_path) and not base.is_dir() else str(base)
+    return named, {"rank": told.r, "alpha": told.lora_alpha, "targets": [*shapes.modules_of(image, str(adapter))]}
+
+
+def _adapter_in(folder: Path) -> tuple[shapes.PeftConfig, memoryview]:
+    try:
+        return shapes.read_adapter(folder)
+    except shapes.AdapterError as error:
+        raise LaunchError(f"{error}.") from None
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:

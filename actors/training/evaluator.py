@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from rubato.actors.adapters.shapes import WEIGHTS as ADAPTER_WEIGHTS
+from rubato.actors.adapters import shapes
 from rubato.actors.checkpoints import checkpoint as checkpoints
 from rubato.actors.checkpoints.model_check import check_model_folder
 from rubato.actors.checkpoints.model_folder import ADAPTER_CONFIG, map_file, read_header, weight_files
@@ -18,6 +18,7 @@ from rubato.actors.training.trainer import Trainer
 from rubato.actors.weights.blobs import BlobSender
 from rubato.runtime.actor import Actor, handler
 from rubato.runtime.config import Section
+from rubato.runtime.errors import ConfigError
 from rubato.runtime.kernel import Kernel
 
 EPOCH = 1
@@ -32,7 +33,8 @@ class EvaluateSection(Section):
 
 
 class Evaluator(Actor):
-    """Publishes each checkpoint as the version that its step is; a model that is none is version 0, which engines begin with."""
+    """Publishes each checkpoint as the version that its step is; a model that is none is version 0, which engines begin with. An adapter that
+    is none is version 1."""
 
     role = "trainer"
     drain_order = 20
@@ -46,9 +48,16 @@ class Evaluator(Actor):
 
     @classmethod
     def preflight(cls, config: Any, folder: Path) -> None:
-        """The model that engines begin with."""
-        if config.train.has_model:
-            check_model_folder(folder / config.model.path)
+        """The model that engines begin with, and the adapters over it."""
+        if not config.train.has_model:
+            return
+        check_model_folder(model := folder / config.model.path)
+        try:
+            if (lora := config.train.lora) is not None:
+                for adapter in config.evaluate.models:
+                    shapes.check_start(Path(adapter), model, lora)
+        except shapes.AdapterError as error:
+            raise ConfigError(f"{error}.") from None
 
     def __init__(self, config: Any, kernel: Kernel) -> None:
         super().__init__(config, kernel)
@@ -75,7 +84,8 @@ class Evaluator(Actor):
         for model in map(Path, self.config.evaluate.models):
             step = await self.offload(step_of, model)
             if step:
-                await self._out.publish(step, EPOCH, await self.offload(partial(StoredWeights, model)))
+                base = self.run.folder / self.config.model.path
+                await self._out.publish(step, EPOCH, await self.offload(partial(StoredWeights, model, base)))
                 await self._out.announced()
             await self._held_out.evaluate(step, EPOCH if step else 0, num, share=1)
             if not self._held_out.take():
@@ -87,11 +97,16 @@ class Evaluator(Actor):
 class StoredWeights:
     """The weights of a model folder, in whichever files they are, as Publisher takes them: one safetensors image."""
 
-    def __init__(self, folder: Path) -> None:
-        """Reads headers alone. Raises ValueError, one sentence. Blocks."""
-        files = [folder / ADAPTER_WEIGHTS] if (folder / ADAPTER_CONFIG).exists() else weight_files(folder)
-        images = {str(file): map_file(file) for file in files}
-        self._parts = [*images.values()] if len(images) == 1 else _joined(images)
+    def __init__(self, folder: Path, base: Path) -> None:
+        """Of an adapter over `base` the image says whose it is, whoever wrote it. Reads headers alone. Raises ValueError, one sentence. Blocks."""
+        if (folder / ADAPTER_CONFIG).exists():
+            config, image = shapes.read_adapter(folder)
+            images, told = {str(folder): image}, dict[str, str]()
+            if shapes.RANK not in shapes.told_of(image):
+                told = shapes.telling(shapes.Scaled(config.r, config.lora_alpha), shapes.base_of(base))
+        else:
+            images, told = {str(file): map_file(file) for file in weight_files(folder)}, {}
+        self._parts = [*images.values()] if len(images) == 1 and not told else _joined(images, told)
 
     def image_bytes(self) -> int:
         return sum(map(len, self._parts))
@@ -105,9 +120,9 @@ class StoredWeights:
         return lambda: None
 
 
-def _joined(images: Mapping[str, memoryview]) -> list[memoryview]:
-    """The parts of one image with the tensors of several, which go by their names."""
-    described, tensors, at = dict[str, Any](), list[memoryview](), 0
+def _joined(images: Mapping[str, memoryview], told: Mapping[str, str]) -> list[memoryview]:
+    """The parts of one image with the tensors of several, which go by their names. `told`: what it says of itself."""
+    described, tensors, at = dict[str, Any]({"__metadata__": told} if told else {}), list[memoryview](), 0
     for file, image in images.items():
         for name, (dtype, shape, begin, end) in read_header(image, file).items():
             described[name] = {"dtype": dtype, "shape": [*shape], "data_offsets": [at, at + end - begin]}
@@ -119,5 +134,7 @@ def _joined(images: Mapping[str, memoryview]) -> list[memoryview]:
 
 
 def step_of(model: Path) -> int:
-    """Of a checkpoint; 0 of any other model folder. Raises CheckpointError for a damaged one. Blocks."""
-    return checkpoints.check(model).step if (model / checkpoints.MANIFEST).exists() else 0
+    """Of a checkpoint; 1 of the folder of an adapter, and 0 of any other model folder. Raises CheckpointError for a damaged one. Blocks."""
+    if (model / checkpoints.MANIFEST).exists():
+        return checkpoints.check(model).step
+    return int((model / ADAPTER_CONFIG).exists())

@@ -3,12 +3,15 @@
 import json
 
 import pytest
+from peft import LoraConfig, get_peft_model
 from safetensors import numpy as tensor_files
+from transformers import AutoModelForCausalLM
 
 from rubato.actors.checkpoints import checkpoint as checkpoints
 from rubato.runtime.config.compose import load
 from rubato.runtime.errors import ExitCode
 from tests.jobs import LEARNING, rubato, write_model
+from tests.models import write_model as write_tiny
 
 pytestmark = pytest.mark.slow
 
@@ -106,3 +109,17 @@ def test_a_mistake_is_one_sentence(arguments, words, place):
     assert words in ended.err
     assert len(ended.err.strip().splitlines()) == 1
     assert ended.out == ""
+
+
+def test_an_adapter_that_others_made_is_evaluated_over_its_base_model(place):
+    config = LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules=["q_proj"], init_lora_weights=False)
+    get_peft_model(AutoModelForCausalLM.from_pretrained(place / "model"), config).save_pretrained(place / "adapter")
+
+    ended = rubato("eval", "adapter", "small.yaml", "--json", cwd=place)
+    refused = rubato("eval", "adapter", "small.yaml", f"model.path={write_tiny(place / 'other')}", cwd=place)
+
+    assert ended.code == ExitCode.DONE, ended.err
+    row = json.loads(ended.out)
+    assert (row["version"], row["num"], row["failed"], row["model"]) == (1, 4, 0, str(place / "adapter"))
+    assert refused.code == ExitCode.REFUSED
+    assert "it is an adapter of another base model, or of another rank" in refused.err
