@@ -38,6 +38,10 @@ def _check_servers(job: Job) -> None:
             own = spec.pools[pool].set if pool else {}
             if own.get("engine.kind", kind) == "vllm_server":
                 owners[str(own.get("engine.url", ""))] += 1
+    if owners and job.section("train").lora is not None:
+        raise ValueError(
+            "engine.kind=vllm_server takes no adapter, and train.lora trains one: set engine.kind=vllm or torch, or leave train.lora out"
+        )
     if shared := [told for told, num in owners.items() if num > 1]:
         raise ValueError(
             f"{owners[shared[0]]} engines have the server {shared[0] or url}, and each brings it weights of its own: set actors.engine.count=1, or "

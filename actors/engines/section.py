@@ -96,7 +96,7 @@ class EngineSection(Section):
     """Further arguments for vLLM's AsyncEngineArgs; with kind vllm_server, of the line that `rubato vllm-command` prints."""
     url: str = ""
     """With kind vllm_server: where that server is. Beyond loopback it is https; see docs/vllm.md."""
-    api_key_env: str = ""
+    api_key_env: str = Field(default="", pattern=r"^([A-Za-z_][A-Za-z0-9_]*)?$")
     """Name of the environment variable that holds the server's key."""
 
     @property

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from rubato.actors.config import ModelSection
+from rubato.actors.config import ModelSection, name_of
+from rubato.actors.engines.engine import EngineError
 from rubato.actors.engines.section import EngineConfig, EngineSection
 from rubato.actors.engines.vllm_http import flaw_of_url
-from rubato.actors.engines.vllm_launch import FIXED, on_cpu, settings
+from rubato.actors.engines.vllm_launch import FIXED, check_given, on_cpu, settings
 from rubato.bus.address import is_loopback
 from rubato.runtime.config.compose import load
 from rubato.runtime.errors import ConfigError
@@ -51,23 +52,31 @@ def main(argv: Sequence[str]) -> int:
 def line_of(config: EngineConfig, folder: Path | None) -> Line:
     """The line for a job whose run is in `folder`. Raises ConfigError, one sentence."""
     section, model = config.engine, Path(config.model.path)
+    at_hub = name_of(config.model.path)
     if section.kind != "vllm_server":
         raise ConfigError(f"engine.kind is {section.kind}: only engine.kind=vllm_server has a server that others start.")
     if flaw := flaw_of_url(section.url):
         raise ConfigError(f"engine.url {section.url} {flaw}.")
+    try:
+        check_given(section.vllm)
+    except EngineError as error:
+        raise ConfigError(f"{error}.") from None
+    if at_hub is not None and not (folder is not None and (folder / model).is_dir()):
+        return line(at_hub.repo, config.model, section, revision=at_hub.revision)
     if folder is None and not model.is_absolute():
         raise ConfigError(f"model.path {model} starts at the run's folder: name that with --run-dir, or give the whole path.")
     return line(model if folder is None else folder.absolute() / model, config.model, section)
 
 
-def line(model: Path, description: ModelSection, section: EngineSection) -> Line:
-    """The line for the model in that folder."""
+def line(model: Path | str, description: ModelSection, section: EngineSection, *, revision: str = "") -> Line:
+    """The line for the model in that folder, or of that name at the hub, from where the server brings it by itself."""
     cpu = description.device == "cpu"
     host, port = _listens(section.url)
     flags = {
         **settings(model, description, section, cpu=cpu),
         **FIXED,
         **(on_cpu(section) if cpu else {}),
+        **({"revision": revision} if revision else {}),
         "enable_scale_out": True,
         "disable_uvicorn_access_log": True,
         "host": host,

@@ -84,11 +84,8 @@ def arguments(folder: Path, model: ModelSection, section: EngineSection) -> Any:
     """The AsyncEngineArgs. Raises EngineError for settings that vLLM does not know, or that are ours to make."""
     kind: Any = importlib.import_module("vllm.engine.arg_utils").AsyncEngineArgs
     known = set(kind.__dataclass_fields__)
+    check_given(section.vllm)
     for name in section.vllm:
-        if name in OURS:
-            raise EngineError(f"engine.vllm.{name} has another place here: set {OURS[name]} instead")
-        if name in FIXED:
-            raise EngineError(f"engine.vllm.{name} can't be set: this runtime needs it to be {FIXED[name]!r}")
         if name not in known:
             near = "".join(f"; did you mean {found}?" for found in difflib.get_close_matches(name, known, 1))
             raise EngineError(f"engine.vllm.{name} is not an argument of this vLLM's AsyncEngineArgs{near}")
@@ -96,7 +93,17 @@ def arguments(folder: Path, model: ModelSection, section: EngineSection) -> Any:
     return kind(**{**ours, **FIXED, **_on_device(model.device, section), **section.vllm})
 
 
-def settings(folder: Path, model: ModelSection, section: EngineSection, *, cpu: bool) -> dict[str, Any]:
+def check_given(vllm: Mapping[str, Any]) -> None:
+    """Raises EngineError for arguments of the user's that are ours to make."""
+    for given in vllm:
+        name = given.replace("-", "_")
+        if name in OURS:
+            raise EngineError(f"engine.vllm.{given} has another place here: set {OURS[name]} instead")
+        if name in FIXED:
+            raise EngineError(f"engine.vllm.{given} can't be set: this runtime needs it to be {FIXED[name]!r}")
+
+
+def settings(folder: Path | str, model: ModelSection, section: EngineSection, *, cpu: bool) -> dict[str, Any]:
     """What our own settings decide, by vLLM's names."""
     return {
         "model": str(folder),

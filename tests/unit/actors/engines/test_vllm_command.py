@@ -56,6 +56,10 @@ def test_a_gpu_has_its_graphs_unless_asked_otherwise():
         ([], "engine.kind is vllm: only engine.kind=vllm_server has a server that others start."),
         (SERVER, "model.path model starts at the run's folder: name that with --run-dir, or give the whole path."),
         ([SERVER[0], "engine.url=http://10.1.1.1:1"], "goes to 10.1.1.1 in the clear"),
+        ([*SERVER, "engine.api_key_env='A\"$(id)'"], "engine.api_key_env is"),
+        ([*SERVER, "engine.vllm={logprobs-mode: raw_logits}"], "engine.vllm.logprobs-mode can't be set: this runtime needs it to be"),
+        ([*SERVER, "engine.vllm={max_num_seqs: 4}"], "engine.vllm.max_num_seqs has another place here: set engine.num_slots instead."),
+        ([*SERVER, "train.lora={rank: 4}"], "engine.kind=vllm_server takes no adapter, and train.lora trains one"),
     ],
 )
 def test_a_config_without_such_a_server_is_refused(capsys, words, sentence):
@@ -63,3 +67,17 @@ def test_a_config_without_such_a_server_is_refused(capsys, words, sentence):
 
     assert code == 2
     assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "revision"), [("acme/tiny", None), ("acme/tiny@v1", "v1")])
+def test_a_model_at_the_hub_is_named_as_the_hub_does_until_the_run_has_it(capsys, tmp_path, name, revision):
+    words = ["vllm-command", str(CONFIG), *SERVER, f"model.path={name}"]
+
+    main(words)
+    before = flags_of(shlex.split(capsys.readouterr().out))
+    (tmp_path / name).mkdir(parents=True)
+    main([*words, "--run-dir", str(tmp_path)])
+    after = flags_of(shlex.split(capsys.readouterr().out))
+
+    assert (before["--model"], before.get("--revision")) == ("acme/tiny", revision)
+    assert (after["--model"], after.get("--revision")) == (str(tmp_path / name), None)
