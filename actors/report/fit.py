@@ -24,7 +24,7 @@ from rubato.runtime.config.compose import from_mapping, load, pinned
 from rubato.runtime.errors import ConfigError, ExitCode
 
 UNITS = {"": 1, "GiB": 2**30, "GB": 10**9, "MiB": 2**20, "TiB": 2**40}
-GPUS = re.compile(r"(?:(\d+)x)?(\d+)x(\d+(?:\.\d+)?)(GiB|GB|MiB|TiB)")
+GPUS = re.compile(r"(?:([1-9]\d{0,3})x)?([1-9]\d{0,3})x(\d{1,6}(?:\.\d{1,3})?)(GiB|GB|MiB|TiB)")
 WIDTH = {"float32": 4, "bfloat16": 2}
 
 NOTHING = 1
@@ -51,11 +51,11 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("config", type=Path, help="a YAML file, or the name of one that is shipped")
     parser.add_argument("changes", nargs="*", default=[], metavar="key.sub=value")
     parser.add_argument("--gpus", type=_gpus, help="what to reckon with in place of this host: 8x80GiB, or 4x8x80GiB for four hosts")
-    parser.add_argument("--shape", default="", help="shape of the model, a name from configs/models, in place of that of model.path")
+    parser.add_argument("--shape", type=_shape, help="shape of the model, a name from configs/models, in place of that of model.path")
     parser.add_argument("--json", action="store_true", help="print {processes, fits, next_key}")
     given = parser.parse_intermixed_args(argv)
     config = load(given.config, given.changes)
-    shape = catalog.model(given.shape) if given.shape else None
+    shape = given.shape
     if shape is None:
         folder = Path(config.run.dir or f"runs/{config.run.name}")
         config, _ = pinned(config, folder.resolve())
@@ -243,6 +243,14 @@ def _verdict(processes: Sequence[Process], key: str) -> list[str]:
 
 def _gpus(text: str) -> Inventory:
     found = GPUS.fullmatch(text)
-    if found is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not of the form 8x80GiB, nor 4x8x80GiB")
-    return Inventory(int(found[1] or 1), int(found[2]), int(float(found[3]) * UNITS[found[4]]), 0)
+    size = int(float(found[3]) * UNITS[found[4]]) if found else 0
+    if found is None or not size:
+        raise argparse.ArgumentTypeError(f"{text[:64]!r} is not of the form 8x80GiB, nor 4x8x80GiB")
+    return Inventory(int(found[1] or 1), int(found[2]), size, 0)
+
+
+def _shape(name: str) -> ModelSpec:
+    try:
+        return catalog.model(name)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

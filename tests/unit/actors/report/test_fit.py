@@ -76,9 +76,19 @@ def test_a_scripted_job_holds_no_model(capsys):
     assert (code, told["processes"]) == (0, [])
 
 
-@pytest.mark.parametrize("text", ["8", "80GiB", "8x", "x80GiB", "8x80", "8x80KB", "-1x80GiB"])
+@pytest.mark.parametrize(
+    "text", ["8", "80GiB", "8x", "x80GiB", "8x80", "8x80KB", "-1x80GiB", "0x80GiB", "8x0GiB", "0x8x80GiB", "1" * 9 + "x80GiB"]
+)
 def test_an_inventory_that_is_none_is_refused(text, capsys):
     with pytest.raises(SystemExit):
         fit.main(["sized", f"--gpus={text}"])
 
     assert "is not of the form 8x80GiB" in capsys.readouterr().err
+
+
+def test_a_shape_that_is_not_there_is_refused_with_the_nearest(capsys):
+    with pytest.raises(SystemExit):
+        fit.main(["sized", "--gpus", "8x80GiB", "--shape", "qwen3-9b"])
+
+    assert "argument --shape: 'qwen3-9b' is none of " in (said := capsys.readouterr().err)
+    assert "Did you mean qwen3-8b?" in said
