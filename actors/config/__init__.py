@@ -177,12 +177,15 @@ class ImportanceSection(Section):
     """Largest weight."""
 
 
+MOST_RANKS = 1024
+
+
 class MeshSection(Section):
     """Ranks: processes that hold the model together and train it as one. See docs/ranks.md."""
 
-    replicate: int = Field(default=1, ge=1, le=1024)
+    replicate: int = Field(default=1, ge=1, le=MOST_RANKS)
     """Copies of the model, each in shares over `shard` ranks."""
-    shard: int = Field(default=1, ge=1, le=1024)
+    shard: int = Field(default=1, ge=1, le=MOST_RANKS)
     """Ranks over which each copy's weights, gradients and optimiser states are shared out. With 1 copy of 1 rank the trainer's own process trains."""
     offload: bool = False
     """Shares lie in host memory, and come to the device layer by layer: for models whose optimiser states it has no room for."""
@@ -191,6 +194,12 @@ class MeshSection(Section):
     def size(self) -> int:
         """Ranks in all."""
         return self.replicate * self.shard
+
+    @model_validator(mode="after")
+    def _can_be_started(self) -> Self:
+        if self.size > MOST_RANKS:
+            raise ValueError(f"train.mesh has {self.replicate} x {self.shard} = {self.size} ranks, of which there may be {MOST_RANKS}")
+        return self
 
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

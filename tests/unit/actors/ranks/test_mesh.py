@@ -73,6 +73,7 @@ def test_a_role_of_ranks_that_is_written_stays_as_it_is(config):
         ),
         (["train.mesh.shard=0"], "train.mesh.shard"),
         (["train.mesh=2"], "train.mesh"),
+        (["train.mesh={replicate: 33, shard: 32}"], "train.mesh has 33 x 32 = 1056 ranks, of which there may be 1024"),
     ],
 )
 def test_a_mesh_that_can_not_be_is_refused_in_a_sentence(config, overrides, said):
