@@ -80,10 +80,28 @@ def _brought(tree: Tree, classes: Mapping[str, type[Actor]], before: Tree) -> Tr
     for cls in classes.values():
         then = cls.brings(before)
         for role, section in cls.brings(tree).items():
-            known = cast("Tree | None", tree["actors"].get(role))
-            as_brought = isinstance(known, dict) and role in then and then[role] != section and then[role].items() <= known.items()
-            if known is None or as_brought:
-                found[role] = {**(known or {}), **section}
+            known = tree["actors"].get(role)
+            if known is None:
+                found[role] = section
+            elif role in then and then[role] != section and _has(known, then[role]):
+                found[role] = _brought_anew(known, then[role], section)
+    return found
+
+
+def _has(known: object, brought: object) -> bool:
+    """Whether `known` says all that `brought` does, whatever it says besides."""
+    if isinstance(known, dict) and isinstance(brought, dict):
+        tree = cast("Tree", known)
+        return all(key in tree and _has(tree[key], value) for key, value in cast("Tree", brought).items())
+    return known == brought
+
+
+def _brought_anew(known: Tree, then: Tree, now: Tree) -> Tree:
+    """`known` with `now` in place of `then`, which had been brought to it."""
+    found = {key: value for key, value in known.items() if key not in then}
+    for key, value in now.items():
+        trees = (known.get(key), then.get(key), value)
+        found[key] = _brought_anew(*cast("tuple[Tree, Tree, Tree]", trees)) if all(isinstance(each, dict) for each in trees) else value
     return found
 
 

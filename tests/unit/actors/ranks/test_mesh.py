@@ -37,14 +37,34 @@ def test_a_rank_may_be_lost_as_often_as_the_whole_unit_may(config):
     assert job.actors["trainer_rank"].restarts == 12
 
 
-def test_a_run_goes_on_with_another_number_of_ranks(config, tmp_path):
-    (tmp_path / "config.yaml").write_text(config("model.device=cpu", "train.mesh.shard=2").dump())
+@pytest.mark.parametrize(("device", "pool"), [("cpu", ""), ("cuda", "ranks")])
+def test_a_run_goes_on_with_another_number_of_ranks(config, tmp_path, device, pool):
+    (tmp_path / "config.yaml").write_text(config(f"model.device={device}", "train.mesh.shard=2").dump())
 
     more = load(tmp_path / "config.yaml", ["train.mesh.shard=4"], resumed=True)
     one = load(tmp_path / "config.yaml", ["train.mesh.shard=1"], resumed=True)
 
-    assert more.members("trainer_rank") == ("",) * 4
+    assert more.members("trainer_rank") == (pool,) * 4
     assert one.members("trainer_rank") == ()
+
+
+@pytest.mark.parametrize(("device", "other", "pool"), [("cpu", "cuda", "ranks"), ("cuda", "cpu", "")])
+def test_a_run_goes_on_with_its_ranks_on_another_device(config, tmp_path, device, other, pool):
+    (tmp_path / "config.yaml").write_text(config(f"model.device={device}", "train.mesh.shard=2").dump())
+
+    job = load(tmp_path / "config.yaml", [f"model.device={other}", "train.mesh.shard=3"], resumed=True)
+
+    assert job.members("trainer_rank") == (pool,) * 3
+
+
+def test_what_was_said_of_ranks_that_came_with_the_mesh_stays_with_another_number_of_them(config, tmp_path):
+    (tmp_path / "config.yaml").write_text(config("model.device=cuda", "train.mesh.shard=2").dump())
+    first = load(tmp_path / "config.yaml", ["actors.trainer_rank.pools.ranks.cores=3"], resumed=True)
+    (tmp_path / "config.yaml").write_text(first.dump())
+
+    job = load(tmp_path / "config.yaml", ["train.mesh.shard=4"], resumed=True)
+
+    assert (job.actors["trainer_rank"].pools["ranks"].count, job.actors["trainer_rank"].pools["ranks"].cores) == (4, 3)
 
 
 def test_a_role_of_ranks_that_is_written_stays_as_it_is(config):
