@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +20,8 @@ from rubato.actors.hub import names, repository
 from rubato.planning.language_model import ModelSpec
 from rubato.planning.memory import Change, Process, Serving, Training, next_change, over, report, served, trained
 from rubato.runtime.config import Config
-from rubato.runtime.config.compose import from_mapping, load, pinned
+from rubato.runtime.config.compose import compose, load, pinned
+from rubato.runtime.config.overrides import given
 from rubato.runtime.errors import ConfigError, ExitCode
 
 UNITS = {"": 1, "GiB": 2**30, "GB": 10**9, "MiB": 2**20, "TiB": 2**40}
@@ -53,22 +54,25 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--gpus", type=_gpus, help="what to reckon with in place of this host: 8x80GiB, or 4x8x80GiB for four hosts")
     parser.add_argument("--shape", type=_shape, help="shape of the model, a name from configs/models, in place of that of model.path")
     parser.add_argument("--json", action="store_true", help="print {processes, fits, next_key}")
-    given = parser.parse_intermixed_args(argv)
-    config = load(given.config, given.changes)
-    shape = given.shape
+    asked = parser.parse_intermixed_args(argv)
+    config = load(asked.config, asked.changes)
+    shape = asked.shape
     if shape is None:
         folder = Path(config.run.dir or f"runs/{config.run.name}")
         config, _ = pinned(config, folder.resolve())
         shape = shape_of(config, folder)
     if shape is None:
-        raise ConfigError("there is no model whose shape could be read yet: give model.path, or --shape with a name from configs/models.")
-    there = given.gpus or here(config)
+        raise ConfigError(
+            f"model.path={config.model_path} has no config.json yet that says a model's shape: name a folder that has, or give --shape a name "
+            "from configs/models."
+        )
+    there = asked.gpus or here(config)
     processes = processes_of(config, shape, there)
     key = next_change(processes, changes_of(config, shape, there))
-    if given.json:
+    if asked.json:
         print(json.dumps(report(processes, key)))  # noqa: T201
     else:
-        print("\n".join([*table(processes), *_verdict(processes, key)]))  # noqa: T201
+        print("\n".join([*table(processes), *_verdict(processes, key, there)]))  # noqa: T201
     return ExitCode.FAILED if over(processes) else ExitCode.DONE
 
 
@@ -83,7 +87,7 @@ def told(config: Config, folder: Path) -> tuple[list[str], list[str]]:
     processes = processes_of(config, shape, there)
     if not over(processes):
         return table(processes), []
-    return table(processes), _verdict(processes, next_change(processes, changes_of(config, shape, there)))
+    return table(processes), _verdict(processes, next_change(processes, changes_of(config, shape, there)), there)
 
 
 def shape_of(config: Config, folder: Path) -> ModelSpec | None:
@@ -195,7 +199,10 @@ def adapter_params(shape: ModelSpec, lora: LoraSection) -> int:
 
 
 def changes_of(config: Config, shape: ModelSpec, there: Inventory) -> Iterator[Change]:
-    """Keys that take memory off, those first that cost least time."""
+    """Keys that take memory off, those first that cost least time; where GPUs are missing, those alone that do with what is there."""
+    if missing := _missing(processes_of(config, shape, there)):
+        yield from (change for change in _changed(config, shape, there, _fewer(config, len(missing))) if not _missing(change.processes))
+        return
     train, engine, ranks = config.section("train"), config.section("engine"), config.section("train").mesh.size
     free = there.gpus - sum(pool.count * pool.gpus for spec in engine_specs(config).values() for pool in spec.pools.values())
     wanted = [
@@ -208,11 +215,30 @@ def changes_of(config: Config, shape: ModelSpec, there: Inventory) -> Iterator[C
         ("train.mesh.offload", True, ranks > 1 and not train.mesh.offload and there.gpus > 0),
         ("train.lora", {}, train.lora is None),
     ]
-    for key, value, applies in wanted:
-        if not applies:
-            continue
-        try:
-            changed = from_mapping(config.tree(), [f"{key}={msgspec.json.encode(value).decode()}"])
+    yield from _changed(config, shape, there, [(key, value) for key, value, applies in wanted if applies])
+
+
+def _missing(processes: Sequence[Process]) -> set[str]:
+    """GPUs that processes would have and that are not there."""
+    return {each.device for each in processes if each.available == NOTHING}
+
+
+def _fewer(config: Config, missing: int) -> Iterator[tuple[str, int]]:
+    """Keys with which a job has so many GPUs less."""
+    mesh = config.section("train").mesh
+    if mesh.shard * mesh.replicate > missing:
+        yield "train.mesh.shard", mesh.shard - -(-missing // mesh.replicate)
+    for role, spec in engine_specs(config).items():
+        for name, pool in spec.pools.items():
+            if pool.gpus and pool.count * pool.gpus > missing:
+                yield f"actors.{role}.pools.{name}.count", pool.count - -(-missing // pool.gpus)
+
+
+def _changed(config: Config, shape: ModelSpec, there: Inventory, changes: Iterable[tuple[str, object]]) -> Iterator[Change]:
+    tree = config.tree()
+    for key, value in changes:
+        try:  # as a run that goes on with another mesh, whose ranks came with the one before
+            changed = compose(given(tree, [f"{key}={msgspec.json.encode(value).decode()}"]), before=tree)
         except ConfigError:
             continue
         yield Change(f"{key}={json.dumps(value)}", processes_of(changed, shape, there))
@@ -231,9 +257,13 @@ def table(processes: Sequence[Process]) -> list[str]:
     return lines
 
 
-def _verdict(processes: Sequence[Process], key: str) -> list[str]:
+def _verdict(processes: Sequence[Process], key: str, there: Inventory) -> list[str]:
+    on = {device: ", ".join(each.actor for each in processes if each.device == device) for device in over(processes)}
+    missing = _missing(processes)
     wrong = [
-        f"{', '.join(each.actor for each in processes if each.device == device)} would take {more / 2**30:.1f} GiB more than {device} has."
+        f"{on[device]} would have {device}, but of {there.hosts * there.gpus} GPUs there is none left."
+        if device in missing
+        else f"{on[device]} would take {more / 2**30:.1f} GiB more than {device} has."
         for device, more in over(processes).items()
     ]
     if wrong and key:

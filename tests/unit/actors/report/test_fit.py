@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from rubato.actors.report import fit
+from rubato.runtime.errors import ConfigError
 
 ROOT = Path(__file__).parents[4]
 PAGE = (ROOT / "docs" / "models.md").read_text()
@@ -40,8 +41,10 @@ def test_a_command_of_the_page_fits_what_it_states(command, capsys, monkeypatch)
 
 
 @pytest.mark.parametrize(("gpus", "shape"), [("1x80GiB", "qwen3-8b"), ("2x80GiB", "qwen3-8b"), ("2x80GiB", "qwen3-30b-a3b")])
-def test_what_the_page_says_does_not_fit_does_not_and_a_key_is_named(gpus, shape, capsys):
-    code, told = fitted(capsys, "sized", "--gpus", gpus, "--shape", shape)
+def test_what_the_page_says_does_not_fit_does_not_and_a_key_is_named(gpus, shape, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+    code, told = fitted(capsys, "configs/gsm8k_qwen3_0.6b.yaml" if gpus == "1x80GiB" else "sized", "--gpus", gpus, "--shape", shape)
 
     assert code == 1
     assert told["fits"] is False
@@ -66,6 +69,38 @@ def test_engine_and_trainer_without_pools_share_a_gpu(capsys, monkeypatch):
 
     assert {each["device"] for each in told["processes"]} == {"cuda:0"}
     assert told["fits"] is False
+
+
+@pytest.mark.parametrize(
+    ("gpus", "words", "key", "verdict"),
+    [
+        ("8x80GiB", ["train.mesh.shard=8"], "train.mesh.shard=7", "trainer_rank-8 would have cuda:8, but of 8 GPUs there is none left."),
+        ("8x80GiB", ["train.mesh={shard: 4, replicate: 2}"], "train.mesh.shard=3", "trainer_rank-8 would have cuda:8"),
+        ("4x80GiB", ["train.lora={}", "actors.engine.pools.serve.count=5"], "actors.engine.pools.serve.count=3", "would have cuda:5"),
+        ("1x80GiB", [], "", "trainer-1 would have cuda:1, but of 1 GPUs there is none left."),
+    ],
+)
+def test_gpus_that_are_not_there_are_told_and_no_key_that_would_not_do_with_those_that_are(gpus, words, key, verdict, capsys):
+    words = ["sized", "--gpus", gpus, "--shape", "qwen3-8b", *words]
+
+    code, told = fitted(capsys, *words)
+    fit.main(words)
+
+    assert (code, told["fits"], told["next_key"]) == (1, False, key)
+    said = capsys.readouterr().out
+    assert verdict in said
+    assert said.rstrip().endswith(f"Set {key}." if key else "left.")
+
+
+def test_more_ranks_than_there_are_may_be_the_key(capsys):
+    _, told = fitted(capsys, "sized", "--gpus", "8x80GiB", "--shape", "qwen3-30b-a3b", "train.mesh.shard=2")
+
+    assert told["next_key"] == "train.mesh.shard=7"
+
+
+def test_a_model_without_a_shape_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=f"^model.path={tmp_path} has no config.json yet that says a model's shape"):
+        fit.main(["sized", f"model.path={tmp_path}"])
 
 
 def test_a_scripted_job_holds_no_model(capsys):
