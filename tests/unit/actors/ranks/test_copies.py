@@ -1,6 +1,8 @@
 """Rows and checkpoints between a rank and a trainer on another host."""
 
+import asyncio
 import socket
+from collections import Counter
 
 import pytest
 
@@ -33,6 +35,32 @@ def test_rows_that_are_read_in_parts_of_any_size_come_to_their_places(rows, num_
     assert rows.num_bytes == 10
     assert (tmp_path / "a").read_bytes() == bytes(10) + b"abc" + bytes(17) + b"defgh"
     assert (tmp_path / "b").read_bytes() == b"xy"
+
+
+async def test_of_each_rank_on_another_host_no_more_than_two_parts_are_under_way_while_a_checkpoint_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(far, "PART_BYTES", 4)
+    values = {name: bytes(range(at, at + 30)) for at, name in enumerate(("rank-2", "rank-3"))}
+    rows = {name: CopiedRows.of({name: [(0, memoryview(of))]}) for name, of in values.items()}
+    under_way, most = Counter(), Counter()
+
+    async def ask(name, request):
+        under_way[name] += 1
+        most[name] = max(most[name], under_way[name])
+        await asyncio.sleep(0)
+        places, data = rows[name].part(request.begin, request.num_bytes)
+        return RowsPart(places, Buffer(data))
+
+    async def offload(put, part):
+        await asyncio.sleep(0)
+        put(part)
+        under_way[part.places[0][0]] -= 1
+
+    handles = far.open_files(tmp_path, dict.fromkeys(values, 30))
+    await far.read_rows(ask, offload, 1, "checkpoint", dict.fromkeys(values, 30), far.write_into(handles))
+    far.close_files(handles)
+
+    assert {name: (tmp_path / name).read_bytes() for name in values} == values
+    assert most == dict.fromkeys(values, 2)
 
 
 def test_rows_of_weights_come_to_their_places_in_the_image():
