@@ -67,6 +67,10 @@ def main(argv: Sequence[str]) -> int:
             "from configs/models."
         )
     there = asked.gpus or here(config)
+    if not there.gpus and (device := config.section("model").device).startswith("cuda"):
+        raise ConfigError(
+            f"model.device is {device}, but torch sees no CUDA device here: say with --gpus what to reckon with, such as 8x80GiB."
+        )
     processes = processes_of(config, shape, there)
     key = next_change(processes, changes_of(config, shape, there))
     if asked.json:

@@ -98,6 +98,13 @@ def test_more_ranks_than_there_are_may_be_the_key(capsys):
     assert told["next_key"] == "train.mesh.shard=7"
 
 
+def test_a_host_without_gpus_is_not_taken_for_one_where_a_job_on_gpus_fits(monkeypatch):
+    monkeypatch.setattr(fit, "_gpu_sizes", list)
+
+    with pytest.raises(ConfigError, match=r"^model\.device is cuda, but torch sees no CUDA device here: say with --gpus"):
+        fit.main(["sized", "--shape", "qwen3-0.6b"])
+
+
 def test_a_model_without_a_shape_is_named(tmp_path):
     with pytest.raises(ConfigError, match=f"^model.path={tmp_path} has no config.json yet that says a model's shape"):
         fit.main(["sized", f"model.path={tmp_path}"])
