@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,7 +16,7 @@ import msgspec
 
 from rubato.actors import catalog
 from rubato.actors.checkpoints.devices import may_use_cuda
-from rubato.actors.config import CUDA, LoraSection, engine_specs
+from rubato.actors.config import CUDA, PROJECTIONS, LoraSection, engine_specs
 from rubato.actors.hub import names, repository
 from rubato.planning.language_model import ModelSpec
 from rubato.planning.memory import Change, Process, Serving, Training, next_change, over, report, served, trained
@@ -30,6 +31,9 @@ WIDTH = {"float32": 4, "bfloat16": 2}
 
 NOTHING = 1
 """Bytes of a GPU that is not there."""
+
+ATTENTION = PROJECTIONS[:4]
+"""Of a layer's matrices those that can have an adapter where its others are routed experts."""
 
 UTILIZATION = 0.9
 """vLLM's gpu_memory_utilization where none is given."""
@@ -71,6 +75,9 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(
             f"model.device is {device}, but torch sees no CUDA device here: say with --gpus what to reckon with, such as 8x80GiB."
         )
+    lora = config.section("train").lora if config.has("train") else None
+    if lora and shape.experts and (barred := [name for name in lora.targets if name in PROJECTIONS and name not in ATTENTION]):
+        raise ConfigError(f"train.lora.targets names {barred[0]}, and routed experts get no adapter: set it to [{', '.join(ATTENTION)}].")
     processes = processes_of(config, shape, there)
     key = next_change(processes, changes_of(config, shape, there))
     if asked.json:
@@ -217,7 +224,7 @@ def changes_of(config: Config, shape: ModelSpec, there: Inventory) -> Iterator[C
         ("model.dtype", "bfloat16", config.section("model").dtype == "float32"),
         *(("train.mesh.shard", num, ranks < num <= free) for num in (2, 4, 8, free) if train.lora is None),
         ("train.mesh.offload", True, ranks > 1 and not train.mesh.offload and there.gpus > 0),
-        ("train.lora", {}, train.lora is None),
+        ("train.lora", {"targets": ATTENTION} if shape.experts else {}, train.lora is None),
     ]
     yield from _changed(config, shape, there, [(key, value) for key, value, applies in wanted if applies])
 
@@ -271,7 +278,7 @@ def _verdict(processes: Sequence[Process], key: str, there: Inventory) -> list[s
         for device, more in over(processes).items()
     ]
     if wrong and key:
-        wrong[-1] += f" Set {key}."
+        wrong[-1] += f" Set {shlex.quote(key)}."
     return wrong or ["it fits"]
 
 

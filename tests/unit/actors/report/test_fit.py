@@ -92,6 +92,20 @@ def test_gpus_that_are_not_there_are_told_and_no_key_that_would_not_do_with_thos
     assert said.rstrip().endswith(f"Set {key}." if key else "left.")
 
 
+def test_an_adapter_of_a_mixture_is_of_its_attention(capsys):
+    words = ["sized", "--gpus", "2x80GiB", "--shape", "qwen3-30b-a3b"]
+
+    _, told = fitted(capsys, *words)
+    fit.main(words)
+    (given,) = shlex.split(capsys.readouterr().out.rpartition(" Set ")[2].rstrip().removesuffix("."))
+    code, then = fitted(capsys, *words, given)
+
+    assert given == told["next_key"] == 'train.lora={"targets": ["q_proj", "k_proj", "v_proj", "o_proj"]}'
+    assert (code, then["fits"]) == (0, True)
+    with pytest.raises(ConfigError, match=r"train\.lora\.targets names gate_proj, and routed experts get no adapter"):
+        fit.main([*words, "train.lora={}"])
+
+
 def test_more_ranks_than_there_are_may_be_the_key(capsys):
     _, told = fitted(capsys, "sized", "--gpus", "8x80GiB", "--shape", "qwen3-30b-a3b", "train.mesh.shard=2")
 
