@@ -1,4 +1,4 @@
-"""`rubato vllm-command CONFIG`: the line that starts the server of engine.kind=vllm_server."""
+"""`rubato vllm-command CONFIG`: the line that starts the server of engine.kind=vllm_server, one for each pool that has a server of its own."""
 
 import argparse
 import json
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from rubato.actors.config import ModelSection, name_of
+from rubato.actors.config import ModelSection, engine_specs, name_of
 from rubato.actors.engines.engine import EngineError
 from rubato.actors.engines.section import EngineConfig, EngineSection
 from rubato.actors.engines.vllm_http import flaw_of_url
@@ -45,7 +45,9 @@ def main(argv: Sequence[str]) -> int:
     given = parser.parse_args(list(argv))
     config = load(Path(given.words[0]), given.words[1:])
     folder = given.run_dir or (Path(config.run.dir) if config.run.dir else None)
-    print(line_of(config.actor_config("engine"), folder))  # noqa: T201
+    pools = [config.actor_config(role, pool) for role, spec in engine_specs(config).items() for pool in spec.pools or ("",)]
+    served: list[EngineConfig] = [each for each in pools if each.engine.kind == "vllm_server"] or pools[:1]
+    print("\n".join(dict.fromkeys(str(line_of(each, folder)) for each in served)))  # noqa: T201
     return 0
 
 

@@ -81,3 +81,13 @@ def test_a_model_at_the_hub_is_named_as_the_hub_does_until_the_run_has_it(capsys
 
     assert (before["--model"], before.get("--revision")) == ("acme/tiny", revision)
     assert (after["--model"], after.get("--revision")) == (str(tmp_path / name), None)
+
+
+def test_each_pool_with_a_server_of_its_own_has_a_line(capsys, tmp_path):
+    pools = "{near: {set: {engine.url: 'http://127.0.0.1:8001'}}, far: {set: {engine.url: 'http://127.0.0.1:8002', engine.num_slots: 7}}}"
+    words = [f"actors.engine={{class: 'rubato.actors.engines.worker:EngineWorker', pools: {pools}}}", "--run-dir", str(tmp_path)]
+
+    main(["vllm-command", str(CONFIG), *SERVER, *words])
+
+    told = [flags_of(shlex.split(line)) for line in capsys.readouterr().out.splitlines()]
+    assert [(flags["--port"], flags["--max-num-seqs"]) for flags in told] == [("8001", "64"), ("8002", "7")]
