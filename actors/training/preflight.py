@@ -7,6 +7,7 @@ from rubato.actors import plugins
 from rubato.actors.checkpoints import checkpoint as checkpoints
 from rubato.actors.checkpoints.devices import check_device, may_use_cuda
 from rubato.actors.checkpoints.model_check import check_model_folder, same_model
+from rubato.actors.checkpoints.model_folder import ADAPTER_CONFIG
 from rubato.actors.training.engine import TRAIN_ENGINES
 from rubato.actors.training.hooks import check_hooks
 from rubato.runtime.errors import ConfigError
@@ -31,6 +32,8 @@ def preflight(config: Any, folder: Path) -> None:
     if config.train.has_model:
         model = folder / config.model.path
         check_model_folder(model)
+        if newest is not None and (newest / ADAPTER_CONFIG).exists() and config.train.lora is None:
+            raise ConfigError(f"checkpoint {newest} holds an adapter: set train.lora as its run had it, or start another run with --force.")
         if newest is not None and not same_model(model, newest):
             raise ConfigError(
                 f"model.path={config.model.path} is another model than the one that {newest} was trained from: its config.json or "
