@@ -62,7 +62,8 @@ def main(argv: Sequence[str]) -> int:
     config = load(asked.config, asked.changes)
     shape = asked.shape
     if shape is None:
-        folder = Path(config.run.dir or f"runs/{config.run.name}")
+        is_run = asked.config.name == "config.yaml"  # a run's own, in its folder
+        folder = asked.config.parent if is_run else Path(config.run.dir or f"runs/{config.run.name}")
         config, _ = pinned(config, folder.resolve())
         shape = shape_of(config, folder)
     if shape is None:

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from rubato.actors.report import fit
+from rubato.runtime.config.compose import load
 from rubato.runtime.errors import ConfigError
+from tests.models import write_model
 
 ROOT = Path(__file__).parents[4]
 PAGE = (ROOT / "docs" / "models.md").read_text()
@@ -117,6 +119,15 @@ def test_a_host_without_gpus_is_not_taken_for_one_where_a_job_on_gpus_fits(monke
 
     with pytest.raises(ConfigError, match=r"^model\.device is cuda, but torch sees no CUDA device here: say with --gpus"):
         fit.main(["sized", "--shape", "qwen3-0.6b"])
+
+
+def test_a_run_has_its_model_in_its_folder(capsys, tmp_path):
+    write_model(tmp_path / "model")
+    (tmp_path / "config.yaml").write_text(load("quickstart").dump())
+
+    code, told = fitted(capsys, str(tmp_path / "config.yaml"), "model.device=cpu")
+
+    assert (code, len(told["processes"])) == (0, 3)
 
 
 def test_a_model_without_a_shape_is_named(tmp_path):
