@@ -56,7 +56,8 @@ def compose(source: ConfigSource, *, before: Tree | None = None) -> Config:
             raise ConfigError(source.sentence(("actors", role), text))
     classes = {role: class_of(source, role, spec) for role, spec in roles.items()}
     if brought := _brought(tree, classes, before or {}):
-        written = {**written, "actors": {**written["actors"], **brought}}
+        actors = {role: section for role, section in {**written["actors"], **brought}.items() if role not in brought or section}
+        written = {**written, "actors": actors}
         return compose(source._replace(tree=written), before=before)
     for role in roles:
         _check_role(source, role, classes)
@@ -75,16 +76,17 @@ def compose(source: ConfigSource, *, before: Tree | None = None) -> Config:
 
 
 def _brought(tree: Tree, classes: Mapping[str, type[Actor]], before: Tree) -> Tree:
-    """Sections of `actors` that other roles bring and `tree` lacks, or has as they were brought to the run that goes on."""
+    """Sections of `actors` that other roles bring and `tree` lacks, or has as they were brought to the run that goes on; empty ones are not
+    brought any more."""
     found: Tree = {}
     for cls in classes.values():
-        then = cls.brings(before)
-        for role, section in cls.brings(tree).items():
-            known = tree["actors"].get(role)
-            if known is None:
+        then, now = cls.brings(before), cls.brings(tree)
+        for role in {**then, **now}:
+            known, section = tree["actors"].get(role), now.get(role, {})
+            if known is None and section:
                 found[role] = section
-            elif role in then and then[role] != section and _has(known, then[role]):
-                found[role] = _brought_anew(known, then[role], section)
+            elif known is not None and role in then and then[role] != section and _has(known, then[role]):
+                found[role] = _brought_anew(known, then[role], section) if section else {}
     return found
 
 
