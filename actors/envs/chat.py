@@ -40,6 +40,11 @@ UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 ROLES = frozenset({"system", "user", "assistant", "tool", "developer", "function"})
 """Every template may name its tokens by them."""
 
+NAMES = frozenset(
+    {"role", "content", "reasoning_content", "tool_calls", "tool_call_id", "id", "type", "function", "name", "arguments", "text"}
+)
+"""Of most entries of messages; and of their types."""
+
 MOST_ROLES = 64
 """Roles of which is remembered that the template shows them."""
 
@@ -86,6 +91,7 @@ class TextTokenizer:
         always = {*around, *self._special, *(token for token in self.eos if _is_mark(self._text_of(token)))}
         self._control = [*map(self._text_of, always | {*written})]
         self._own, self._others = (_spelling(map(self._text_of, always)), _spelling(map(self._text_of, always | {*written})))
+        self._safe_names = {name for name in NAMES if not self._others.search(name)}
         unknown = {self._id_of("unk_token"), self.raw.token_to_id(getattr(self.raw.model, "unk_token", None) or "")}
         self._unwanted = (always | {*written}) - unknown if self._normalized & (always | {*written}) else set[int]()
 
@@ -147,12 +153,16 @@ class TextTokenizer:
     # -- text to tokens -------------------------------------------------------------------------------------------------
 
     def guarded(self, messages: Any, mark: str) -> Any:
-        """A copy of messages, or of anything else of JSON's types, whose texts spell no control token: `mark` is put into each that does.
+        """Messages, or anything else of JSON's types, whose texts spell no control token: `mark` is put into each that does, in a copy.
 
         One that is spelled across several texts of theirs is found too: a template may print them side by side.
         """
-        leaves = [(text.translate(self._singles), is_own) for text, is_own in _leaves(messages)]
-        whole = "".join(text for text, _ in leaves)
+        leaves, names = list[tuple[str, bool]](), set[str]()
+        _take_texts(messages, leaves, names)
+        leaves = [(text.translate(self._singles), is_own) for text, is_own in leaves] if self._singles else leaves
+        whole = "".join([text for text, _ in leaves])
+        if names <= self._safe_names and not (self._singles or self._unwanted or self._others.search(whole)):
+            return messages
         starts = [*accumulate((len(text) for text, _ in leaves), initial=0)]
         own = [(start, start + len(text)) for start, (text, is_own) in zip(starts, leaves, strict=False) if is_own]
         places = [found.start() for found in self._others.finditer(whole)]
@@ -249,6 +259,7 @@ class ChatRenderer:
         self._guarded_given = lru_cache(4)(partial(self._tokenizer.guarded, self._given))
         texts = [self._given, self._system, self._tokenizer.named]
         self._fixed = self._source + well_formed(json.dumps(texts, ensure_ascii=False))
+        self._rare = unused(self._fixed, 3)
         self._folder = folder
         self._forms = PLAIN
         self._shown = {"system", "user", "assistant"}
@@ -287,7 +298,7 @@ class ChatRenderer:
 
     def _render_opening(self, key: "Key", *, bare: bool = False) -> bytes:
         new = as_messages(key, self._forms)
-        mark, shown, _ = self._marks(new)
+        mark, shown, _ = self._marks(key[1], new)
         messages = [*([] if bare else self._system), *new]
         ids = self._tokenizer.encode(self._render(messages, mark), mark)
         self._require_shown(messages, mark, shown)
@@ -295,7 +306,7 @@ class ChatRenderer:
 
     def _render_follow_up(self, key: "Key", stop_token: int) -> bytes:
         new = as_messages(key, self._forms)
-        mark, shown, said = self._marks(new)
+        mark, shown, said = self._marks(key[1], new)
         asked, sampled = {"role": "user", "content": "?"}, {"role": "assistant", "content": said}
         messages = [*self._system, asked, sampled, *new]
         text = self._render(messages, mark + said)
@@ -337,8 +348,10 @@ class ChatRenderer:
             if len(self._shown) < MOST_ROLES:
                 self._shown.add(role)
 
-    def _marks(self, messages: Sequence[Any]) -> list[str]:
-        """Characters that no text has: to put into texts, to stand for a message, and for the model's turn."""
+    def _marks(self, text: str, messages: Sequence[Any]) -> Sequence[str]:
+        """Characters that no text has: to put into texts, to stand for a message, and for the model's turn. `text` is what `messages` were."""
+        if text.isascii() and "\\u" not in text:  # nor may a call's arguments hold what is not ASCII
+            return self._rare
         return unused(json.dumps(messages, ensure_ascii=False) + self._fixed, 3)
 
     # -- at the launch --------------------------------------------------------------------------------------------------
@@ -483,6 +496,11 @@ class Transcript:
         return bytes(self._tokens[: self._turn_at]), bytes(self._tokens[self._turn_at :])
 
     @property
+    def turn_at(self) -> int:
+        """Tokens before the newest sampled turn."""
+        return self._turn_at // TOKEN_BYTES
+
+    @property
     def last_token(self) -> int:
         """The newest token's id."""
         return int.from_bytes(self._tokens[-TOKEN_BYTES:], "little", signed=True)
@@ -523,6 +541,8 @@ class Transcript:
         return Segment(bytes(self._tokens), bytes(self._mask), bytes(self._logprobs), tuple(self._spans))
 
 
+_to_json = json.JSONEncoder(ensure_ascii=False).encode
+
 Key = tuple[bool, str]
 """Hashable form of an observation: whether it is messages, and its text, or that of their JSON."""
 
@@ -532,7 +552,7 @@ def observation_key(observation: Observation) -> Key:
     if isinstance(observation, str):
         return False, well_formed(observation)
     try:
-        return True, well_formed(json.dumps(observation, ensure_ascii=False))
+        return True, well_formed(_to_json(observation))
     except (TypeError, ValueError, RecursionError) as error:
         raise RenderError(f"chat messages that can't be rendered: {error}") from error
 
@@ -621,27 +641,30 @@ def _tree(texts: set[str]) -> str:
     return "(?:" + "|".join(re.escape(first) + _tree(rest) for first, rest in sorted(firsts.items())) + ")"
 
 
-def _leaves(value: Any, *, own: bool = False) -> Iterator[tuple[str, bool]]:
-    """Texts in their order, and whether each is of the model's turns. Names of a dict's entries, and of the types of parts, are none."""
+def _take_texts(value: Any, leaves: list[tuple[str, bool]], names: set[str], *, own: bool = False) -> None:
+    """Add texts in their order, and whether each is of the model's turns; and names of dicts' entries, and of the types of parts."""
     if isinstance(value, str):
-        yield value, own
-    elif isinstance(value, Mapping):
-        entries = cast("Mapping[str, Any]", value)
+        leaves.append((value, own))
+    elif isinstance(value, dict):
+        entries = cast("dict[str, Any]", value)
         own = own or entries.get("role") == "assistant"
+        names.update(entries)
         for key, entry in entries.items():
             if key != "type" or not isinstance(entry, str):
-                yield from _leaves(entry, own=own)
+                _take_texts(entry, leaves, names, own=own)
+            else:
+                names.add(entry)
     elif isinstance(value, list):
         for entry in cast("list[Any]", value):
-            yield from _leaves(entry, own=own)
+            _take_texts(entry, leaves, names, own=own)
 
 
 def _rebuilt(value: Any, texts: Iterator[str], name: Callable[[str], str]) -> Any:
     """`value` with its leaves replaced by `texts`, and all other texts as `name` gives them."""
     if isinstance(value, str):
         return next(texts)
-    if isinstance(value, Mapping):
-        entries = cast("Mapping[str, Any]", value).items()
+    if isinstance(value, dict):
+        entries = cast("dict[str, Any]", value).items()
         return {
             name(key): name(entry) if key == "type" and isinstance(entry, str) else _rebuilt(entry, texts, name) for key, entry in entries
         }

@@ -116,11 +116,11 @@ class NamedRenderer:
         """`call` with messages and tools whose texts spell no control token. Raises RenderError."""
         new = as_messages(key, Forms(no_null=True))  # some families would print None
         (mark,) = unused(json.dumps(new, ensure_ascii=False) + self._fixed, 1)
-        messages = self._tokenizer.guarded([*system, *new], mark)
+        messages = self._tokenizer.guarded([*map(dict, system), *new], mark)
         with self._rendering:
             self._asked.mark = mark
             try:
-                return call(*before, messages, tools=self._tokenizer.guarded(self._tools, mark))
+                return call(*before, messages, tools=as_plain(self._tokenizer.guarded(self._tools, mark)))
             except Exception as error:  # the package's code raises whatever Python's does
                 raise RenderError(f"rollout.renderer {self._name} can't render these messages: {error!r}") from error
             finally:

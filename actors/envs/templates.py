@@ -109,6 +109,7 @@ def compiled(source: str, folder: Path, given: Collection[str]) -> Any:
     try:
         read = meta.find_undeclared_variables(env.parse(source))
         made = env.from_string(source)
+        made.globals = {**made.globals}  # not chained: each rendering copies them
     except (TemplateError, SyntaxError, RecursionError) as error:
         raise ValueError(f"the chat template of {folder} can't be used: {error}") from error
     for name in sorted({*given} - read):
