@@ -11,6 +11,7 @@ from rubato.actors.gateway.dialect import (
     MOST_STOPS,
     MOST_TOOLS,
     STOP_LENGTH,
+    UNREADABLE,
     Head,
     conversation,
     event,
@@ -20,7 +21,7 @@ from rubato.actors.gateway.dialect import (
     require_absent,
     tool,
 )
-from rubato.actors.gateway.forest import MOST_MESSAGES
+from rubato.actors.gateway.forest import MOST_MESSAGES, Message, Written
 from rubato.actors.gateway.session import MOST_AT_ONCE, Answer, Ask, Wanted
 from rubato.bus.message import unpack_f32, unpack_i32
 
@@ -37,7 +38,7 @@ class StreamOptions(msgspec.Struct):
 class Asked(msgspec.Struct):
     """What of a body is read."""
 
-    messages: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1, max_length=MOST_MESSAGES)]
+    messages: Annotated[list[msgspec.Raw], msgspec.Meta(min_length=1, max_length=MOST_MESSAGES)]
     model: str | None = None
     max_tokens: NumTokens | None = None
     max_completion_tokens: NumTokens | None = None
@@ -75,7 +76,7 @@ class Asked(msgspec.Struct):
         if isinstance(choice, dict) and choice.get("type") == "function":  # {"type": "function", "function": {"name": …}}
             choice = choice.get("function") or choice  # or {"type": "function", "name": …}, as responses have it
         return Ask(
-            conversation(self.messages, "messages"),
+            Written([*map(bytes, self.messages)], _message),
             tools,
             self.max_completion_tokens or self.max_tokens,
             (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
@@ -119,7 +120,16 @@ def _tool(told: dict[str, Any], param: str) -> dict[str, Any]:
     return told  # as its client has it: templates show it whole
 
 
-_asked = msgspec.json.Decoder(Asked)
+_asked, _object = msgspec.json.Decoder(Asked), msgspec.json.Decoder(dict[str, Any])
+
+
+def _message(written: bytes) -> Message:
+    """Raises Refused."""
+    try:
+        told = _object.decode(written)
+    except UNREADABLE as error:
+        raise invalid("messages", f"one is none that can be answered here: {error}") from None
+    return conversation([told], "messages")[0]
 
 
 def asked_in(body: bytes) -> Asked:
@@ -173,8 +183,11 @@ def _head(head: Head, kind: str) -> dict[str, Any]:
 
 def _tokens(asked: Asked, answer: Answer) -> dict[str, Any]:
     """A token's text is its id: one that is a piece of a character has none."""
+    told = dict[str, Any]()
+    if not (asked.logprobs or asked.return_token_ids):
+        return told
     tokens = answer.completion.tokens
-    ids, told = unpack_i32(tokens.ids), dict[str, Any]()
+    ids = unpack_i32(tokens.ids)
     if asked.logprobs:
         pairs = zip(ids, unpack_f32(tokens.logprobs), strict=True)
         shown = [{"token": f"token_id:{token}", "logprob": value, "bytes": None, "top_logprobs": []} for token, value in pairs]

@@ -8,11 +8,11 @@ they are.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from rubato.actors.envs.chat import TOKEN_BYTES, Transcript
 
@@ -72,7 +72,23 @@ def _numbers(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else value
 
 
-@dataclass(eq=False)
+class Written(Sequence[Message]):
+    """Messages as their client wrote them, each of which `read` decodes and checks where it is wanted: those that the session has seen are not.
+
+    What `read` raises for one that is none comes from where it is wanted first, which for a new one is its place in the forest.
+    """
+
+    def __init__(self, parts: Sequence[bytes], read: Callable[[bytes], Message]) -> None:
+        self.parts, self._read = parts, read
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+    def __getitem__(self, at: Any) -> Any:
+        return [*map(self._read, self.parts[at])] if isinstance(at, slice) else self._read(self.parts[at])
+
+
+@dataclass(eq=False, slots=True)
 class Turn:
     """One sampled turn."""
 
@@ -96,23 +112,34 @@ class Turn:
 
 
 class Ended(Transcript):
-    """A transcript as it was when `turn` had ended, for what is shown behind that."""
+    """A transcript as it was when `turn` had ended, to be read, for what is shown behind that."""
 
     def __init__(self, turn: Turn) -> None:
-        super().__init__(turn.transcript.prompt[: turn.end * TOKEN_BYTES])
-        self._turn_at = turn.begin * TOKEN_BYTES
+        self._turn = turn
+
+    @property
+    def prompt(self) -> bytes:
+        return self._turn.transcript.prompt[: self._turn.end * TOKEN_BYTES]
+
+    @property
+    def last_turn(self) -> tuple[bytes, bytes]:
+        prompt, at = self.prompt, self._turn.begin * TOKEN_BYTES
+        return prompt[:at], prompt[at:]
+
+    @property
+    def last_token(self) -> int:
+        return int.from_bytes(self.prompt[-TOKEN_BYTES:], "little", signed=True)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Node:
-    """Messages up to one; `turns` are those that were sampled as it, the newest last."""
+    """Messages up to one; `turn` is the newest that was sampled as it."""
 
-    turns: list[Turn] = field(default_factory=list)
+    turn: Turn | None = None
     next: dict[Meaning, "_Node"] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """Where a request goes on."""
 
     before: Turn | None
@@ -122,6 +149,8 @@ class Place:
     meanings: tuple[Meaning, ...] = ()
     """Of the whole history; none where it came as tokens."""
     root: str = ""
+    known: tuple[_Node | None, int] = (None, 0)
+    """The node of as much of it as the forest has, and how many messages that is."""
     anew: bool = False
     """Whether the tokens of its history are not those that were kept, but all new."""
 
@@ -137,24 +166,38 @@ class Forest:
     def __init__(self) -> None:
         self.turns: list[Turn] = []
         self._roots: dict[str, _Node] = {}
+        self._meanings: dict[bytes, Meaning] = {}
+        """Of the newest request's messages, as they were written: the next one mostly brings them again."""
         self._ended: dict[tuple[int, bytes], Turn] = {}
-        """By the number and the digest of all tokens up to a turn's end."""
+        """By the number and the digest of all tokens up to a turn's end; those of the first `_num_ended` turns."""
+        self._num_ended = 0
 
     def place(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> Place:
         """Where a request with this history, and these tools before it, goes on."""
         root = json.dumps(tools, ensure_ascii=False, sort_keys=True) if tools else ""
-        meanings = tuple(map(meaning_of, messages))
+        meanings = self._meanings_of(messages) if isinstance(messages, Written) else tuple(map(meaning_of, messages))
         node, before, num = self._roots.get(root), None, 0
+        known = node, 0
         for depth, meaning in enumerate(meanings, 1):
             node = node.next.get(meaning) if node is not None else None
             if node is None:
                 break
-            if node.turns:
-                before, num = node.turns[-1], depth
-        return Place(before, messages[num:], meanings, root)
+            known = node, depth
+            if node.turn is not None:
+                before, num = node.turn, depth
+        return Place(before, messages[num:], meanings, root, known)
+
+    def _meanings_of(self, messages: Written) -> tuple[Meaning, ...]:
+        before = self._meanings
+        found = [before.get(part) or meaning_of(messages[at]) for at, part in enumerate(messages.parts)]
+        self._meanings = dict(zip(messages.parts, found, strict=True))
+        return tuple(found)
 
     def place_tokens(self, prompt: bytes) -> Place:
         """Where a request with this prompt of int32 ids goes on: behind the deepest turn up to which it has the tokens that were kept."""
+        for turn in self.turns[self._num_ended :]:
+            self._ended[turn.end, blake2b(Ended(turn).prompt, digest_size=16).digest()] = turn
+        self._num_ended = len(self.turns)
         before, digest, at = None, blake2b(digest_size=16), 0
         for end in sorted({end for end, _ in self._ended if end * TOKEN_BYTES <= len(prompt)}):
             digest.update(prompt[at : end * TOKEN_BYTES])
@@ -183,22 +226,24 @@ class Forest:
         """A turn was sampled at the end of `transcript`, which the client is told as the message `said`; it began with `forced` tokens that
         were not sampled. `text` is the whole of it.
         """
-        before, own = transcript.last_turn
-        turn = Turn(transcript, len(before) // TOKEN_BYTES - forced, len(transcript), place.before, choice, text)
-        self._ended[turn.end, blake2b(before + own, digest_size=16).digest()] = turn
+        turn = Turn(transcript, transcript.turn_at - forced, len(transcript), place.before, choice, text)
         if place.meanings:
-            self._told(place, said).turns.append(turn)
+            self._tell(place, said, turn)
         self.turns.append(turn)
         return turn
 
-    def _told(self, place: Place, said: Message) -> _Node:
-        """The node of `said` behind the place's history. A history without its reasoning leads there too."""
-        node = self._roots.setdefault(place.root, _Node())
-        for meaning in place.meanings:
-            node = node.next.setdefault(meaning, _Node())
-        found = node.next.setdefault(meaning_of(said), _Node())
-        node.next.setdefault(meaning_of(said, reasoning=False), found)
-        return found
+    def _tell(self, place: Place, said: Message, turn: Turn) -> None:
+        """The node of `said` behind the place's history is `turn`. A history without its reasoning leads there too."""
+        node, num = place.known
+        node = before = self._roots.setdefault(place.root, _Node()) if node is None else node
+        for meaning in (*place.meanings[num:], meaning_of(said)):
+            found = node.next.get(meaning)
+            if found is None:
+                found = node.next[meaning] = _Node()
+            before, node = node, found
+        node.turn = turn
+        if said.get("reasoning_content"):
+            before.next.setdefault(meaning_of(said, reasoning=False), node)
 
     def carrying(self, last: Turn) -> list[Transcript]:
         """The transcripts that led to the turn `last`, and to the other answers to its request: those that have a turn of their path, and

@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 from typing import Any, Literal, NamedTuple
@@ -223,7 +223,8 @@ class Session:
         self.num_unused = 0
         """Contexts that are not trained, since they did not lead to the last turn."""
         self._recorder: Recorder | None = None
-        self._expires: asyncio.Timeout | None = None
+        self._driving: asyncio.Task[Any] | None = None
+        self._heard_at = asyncio.get_running_loop().time()
         self._asking = 0
         self._limits: dict[asyncio.Timeout, None] = {}
         """Of requests under way: what ends them."""
@@ -250,12 +251,13 @@ class Session:
 
     async def drive(self, recorder: Recorder) -> None:
         """Until the agent says that it is complete. Raises GaveUp where the session ends otherwise."""
+        self._driving = asyncio.current_task()
         try:
-            async with asyncio.timeout(self._idle_s) as self._expires:
-                await self._ended
-        except TimeoutError:
-            self._end("expired")
-            raise GaveUp("agent_left", f"no request for {self._idle_s:g} s", retry=True) from None
+            await self._until_idle()
+            if not self._ended.done():
+                self._end("expired")
+                raise GaveUp("agent_left", f"no request for {self._idle_s:g} s", retry=True)
+            await self._ended
         finally:
             self._end(self._why_cancelled())
         await self._quiet.wait()  # else what is sampled from here on would be trained, and not be scored
@@ -266,6 +268,14 @@ class Session:
         recorder.texts = [turn.text for turn in self.forest.turns if turn.transcript in carrying]  # reward functions see what is trained
         if num_unused := num - len(recorder.transcripts):
             self.num_unused = recorder.info["unused_contexts"] = num_unused
+
+    async def _until_idle(self) -> None:
+        """Return once it has ended, or no request came for `idle_s`."""
+        loop, left_s = asyncio.get_running_loop(), self._idle_s
+        while not self._ended.done() and (left_s is None or left_s > 0):
+            await asyncio.wait((self._ended,), timeout=left_s)
+            if self._idle_s is not None:
+                left_s = self._idle_s if self._asking else self._heard_at + self._idle_s - loop.time()
 
     def carrying(self) -> list[Transcript]:
         """Contexts that would carry the reward if the session ended now."""
@@ -415,7 +425,7 @@ class Session:
         if taken := sorted(self._taken.intersection(ending.rewards or ())):
             raise Refused(400, "invalid_reward", f"rewards.{taken[0]}: a reward function or a metric has this name, so give it another")
         self._check_open()
-        if self._ended.done():
+        if self._is_ending:
             raise SessionOver("cancelled")
         self.ending = ending.digest
         if ending.error is not None:
@@ -429,7 +439,7 @@ class Session:
 
     def fail(self, end: GaveUp, code: OverCode = "failed") -> None:
         """The session ends without a trajectory."""
-        if self.over is None and not self._ended.done():
+        if self.over is None and not self._is_ending:
             self._end(code)
             self._ended.set_exception(end)
 
@@ -448,6 +458,11 @@ class Session:
         fate = {} if self.fate is None else {"fate": self.fate}
         return {"session_id": self.id, **fate, "segments": len(self.recorder.transcripts), "unused": self.num_unused}
 
+    @property
+    def _is_ending(self) -> bool:
+        """It ended, or the sample buffer ends it."""
+        return self._ended.done() or (self._driving is not None and self._driving.cancelling() > 0)
+
     def _check_open(self) -> None:
         if self.over is not None:
             raise SessionOver(self.over)
@@ -460,8 +475,7 @@ class Session:
 
     def _heard(self) -> None:
         """A request began, or is over: a session with one under way does not expire."""
-        if self._idle_s is not None and self._expires is not None and self.over is None and not self._expires.expired():
-            self._expires.reschedule(None if self._asking else asyncio.get_running_loop().time() + self._idle_s)
+        self._heard_at = asyncio.get_running_loop().time()
 
 
 def said_to(
@@ -511,7 +525,7 @@ def _reshown(renderer: Renderer, place: Place, messages: Sequence[Message]) -> t
     """The same where the whole conversation is rendered: what was kept stays only where that begins with it."""
     _require_new(place)
     whole, kept = renderer.chat([*map(dict, messages)]), Ended(place.before).prompt if place.before else b""
-    return (place, whole[len(kept) :]) if whole.startswith(kept) else (replace(place, anew=True), whole)
+    return (place, whole[len(kept) :]) if whole.startswith(kept) else (place._replace(anew=True), whole)
 
 
 def _require_new(place: Place) -> None:

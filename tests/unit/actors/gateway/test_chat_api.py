@@ -91,4 +91,4 @@ async def test_a_stop_of_the_client_is_not_told_and_its_tokens_are_kept():
 def test_a_developer_is_the_system_and_parts_are_one_text():
     given = asked(messages=[{"role": "developer", "content": [{"type": "text", "text": "be "}, {"type": "text", "text": "brief"}]}])
 
-    assert given.ask.messages == [{"role": "system", "content": "be brief"}]
+    assert [*given.ask.messages] == [{"role": "system", "content": "be brief"}]

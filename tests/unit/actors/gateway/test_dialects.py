@@ -86,7 +86,8 @@ BODIES = {
 def refused(path, body):
     """The refusal of a body; None where it is taken."""
     try:
-        _ = DIALECTS[path].asked_in(body if isinstance(body, bytes) else json.dumps(body).encode()).ask
+        ask = DIALECTS[path].asked_in(body if isinstance(body, bytes) else json.dumps(body).encode()).ask
+        _ = [*getattr(ask, "messages", ())]  # as a session reads them
     except Refused as error:
         return error
     return None

@@ -1,11 +1,12 @@
 """A session's forest: which turn a request goes on from, with which tokens, and which transcripts led to the last one."""
 
+import json
 from array import array
 
 import pytest
 
 from rubato.actors.envs.chat import Transcript
-from rubato.actors.gateway.forest import Forest, meaning_of
+from rubato.actors.gateway.forest import Forest, Written, meaning_of
 from rubato.actors.messages.generation import Tokens, VersionSpan
 
 USER = {"role": "user", "content": "add 2 and 3"}
@@ -200,3 +201,28 @@ def test_a_prompt_of_tokens_goes_on_from_the_deepest_turn_that_it_begins_with(fo
     _, second = play(forest, [USER, CALLED, RESULT], CALLED, ids(3), ids(8))
 
     assert forest.place_tokens(prompt).before is (None, first, second)[depth]
+
+
+def test_messages_that_come_again_as_they_were_written_are_not_read_again(forest):
+    read = []
+
+    def written(*messages):
+        return Written([json.dumps(message).encode() for message in messages], lambda part: read.append(part) or json.loads(part))
+
+    _, first = play(forest, written(USER), CALLED, ids(1), ids(7))
+    read.clear()
+
+    place, second = play(forest, written(USER, CALLED, RESULT), {"role": "assistant", "content": "5"}, ids(3), ids(9))
+
+    assert place.before is first
+    assert place.new == [RESULT]
+    assert json.dumps(USER).encode() not in read
+    assert forest.place(written(USER, CALLED, RESULT, {"role": "assistant", "content": "5"}, USER)).before is second
+    assert forest.place(written(USER, CALLED, RESULT, {"role": "assistant", "content": "6"}, USER)).before is first
+    assert forest.place([USER, CALLED, RESULT, {"role": "assistant", "content": "5"}, USER]).before is second
+
+
+def test_a_message_that_is_none_is_refused_each_time(forest):
+    for _ in range(2):
+        with pytest.raises(ValueError, match="Expecting value"):
+            forest.place(Written([json.dumps(USER).encode(), b"?"], json.loads))
