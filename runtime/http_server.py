@@ -17,6 +17,8 @@ from rubato.runtime.errors import ConfigError
 QUIET: dict[str, Any] = {"lifespan": "off", "ws": "none", "log_config": None, "access_log": False, "proxy_headers": False}
 """Options of uvicorn for a server that says nothing by itself."""
 
+CLIENT = "rubato.client"
+
 
 # -- who may ask -------------------------------------------------------------------------------------------------
 
@@ -46,8 +48,31 @@ def is_let_in(key: str, token: str) -> bool:
 # -- the server --------------------------------------------------------------------------------------------------
 
 
+class Client:
+    """Who is at the other end of a connection."""
+
+    left = False
+    """It is there no more."""
+    asks: asyncio.Task[Any] | None = None
+    """What is cancelled when it leaves: a connection has one request at a time."""
+
+    def leave(self) -> None:
+        self.left = True
+        if self.asks is not None:
+            self.asks.cancel()
+
+
 class HttpServer(uvicorn.Server):
-    """Signals are the kernel's, or the command's: uvicorn would raise them again once it has ended."""
+    """Signals are the kernel's, or the command's: uvicorn would raise them again once it has ended.
+
+    In the `state` of each request's scope CLIENT is who asks.
+    """
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        if not config.loaded:
+            config.load()
+        config.http_protocol_class = _telling(config.http_protocol_class)
 
     @contextmanager
     def capture_signals(self) -> Generator[None]:
@@ -72,8 +97,6 @@ class HttpServer(uvicorn.Server):
 
     async def answer_on(self, listening: socket.socket, most: int, *, life_s: float = inf) -> None:
         """Answer on one more socket, or on this alone, until cancelled: at most `most` connections at once, each for at most `life_s`."""
-        if not self.config.loaded:
-            self.config.load()
         room: dict[str, Any] = {"config": self.config, "server_state": self.server_state, "app_state": {}}
         connected = set[Any]()
         counted = _counted(self.config.http_protocol_class, connected, most, life_s)
@@ -85,6 +108,21 @@ class HttpServer(uvicorn.Server):
             if life_s < inf:
                 for each in tuple(connected):
                     each.transport.abort()
+
+
+def _telling(protocol: Any) -> Any:
+    """The class of a protocol that says in each request's scope who asks."""
+
+    class Telling(protocol):
+        def __init__(self, *args: Any, app_state: dict[str, Any], **more: Any) -> None:
+            self._client = Client()
+            super().__init__(*args, app_state={**app_state, CLIENT: self._client}, **more)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            super().connection_lost(exc)  # pyright: ignore[reportUnknownMemberType]
+            self._client.leave()
+
+    return Telling
 
 
 def _counted(protocol: Any, connected: set[Any], most: int, life_s: float) -> Any:

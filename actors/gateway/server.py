@@ -11,8 +11,8 @@ Other dialects than chat completions have paths of their own, see answering.py.
 import asyncio
 import socket
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -24,7 +24,7 @@ from rubato.actors.gateway.dialect import UNREADABLE, Dialect, Error, openai_err
 from rubato.actors.gateway.session import KEY_PREFIX, Ending, OverCode, Refused, Session, SessionOver, check_ending
 from rubato.bus.message import unpack_i32
 from rubato.runtime.errors import first_cause
-from rubato.runtime.http_server import QUIET, HttpServer, bearer_of, is_let_in
+from rubato.runtime.http_server import CLIENT, QUIET, Client, HttpServer, bearer_of, is_let_in
 
 BodyT = TypeVar("BodyT")
 
@@ -95,22 +95,26 @@ class SessionServer:
         """The ASGI application."""
         from starlette.routing import Route, Router  # for jobs alone that have sessions
 
+        turns = {path: Answering(partial(self._asked, dialect), dialect.error) for path, dialect in DIALECTS.items()}
         routes = [  # tried in this order
-            *(Route(path, endpoint, methods=["POST"]) for path, endpoint in self._turns()),
+            *(Route(below + path, turn, methods=["POST"]) for path, turn in turns.items() for below in ("", "/sessions/{id}")),
             *opening,
             Route("/sessions/{id}", Answering(self._show), methods=["GET"]),
             Route("/sessions/{id}/complete", Answering(self._complete), methods=["POST"]),
             Route("/v1/models", Answering(self._models), methods=["GET"]),
             Route("/sessions/{id}/v1/models", Answering(self._models), methods=["GET"]),
         ]
-        return Router(routes)  # what an application adds answers errors, which Answering does
+        router = Router(routes)  # what an application adds answers errors, which Answering does
 
-    def _turns(self) -> Iterator[tuple[str, Any]]:
-        """Endpoints of the dialects, by path."""
-        for path, dialect in DIALECTS.items():
-            endpoint = Answering(partial(self._asked, dialect), dialect.error)
-            yield path, endpoint
-            yield "/sessions/{id}" + path, endpoint
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            """Most requests are for a turn of a session: these are not sought among the routes."""
+            parts, turn = scope["path"].split("/", 3), None
+            if len(parts) == 4 and parts[:2] == ["", "sessions"] and parts[2] and scope["method"] == "POST":
+                turn = turns.get(f"/{parts[3]}")
+                scope["path_params"] = {"id": parts[2]}
+            await (turn or router)(scope, receive, send)
+
+        return app
 
     async def _complete(self, request: "Request") -> Any:
         found = self._found(request)
@@ -205,12 +209,18 @@ class Answering:
             told = await self._answer(Request(scope, receive))
         except (SessionOver, Refused) as why:
             told = refusal(why, self._error)
-        response = told if isinstance(told, Response) else Response(msgspec.json.encode(told), media_type="application/json")
-        await response(scope, receive, send)
+        if isinstance(told, Response):
+            await told(scope, receive, send)
+            return
+        body = msgspec.json.encode(told)
+        headers = [(b"content-length", b"%d" % len(body)), (b"content-type", b"application/json")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
 
 
 def key_of(request: "Request") -> str:
-    return request.headers.get("x-api-key") or bearer_of(request.headers.get("Authorization", ""))
+    told = dict(reversed(request.scope["headers"]))  # the first of a name counts
+    return told.get(b"x-api-key", b"").decode("latin-1") or bearer_of(told.get(b"authorization", b"").decode("latin-1"))
 
 
 def _name_of(request: "Request") -> str:
@@ -244,15 +254,44 @@ async def body_of(request: "Request") -> bytes:
     return bytes(body)
 
 
-@asynccontextmanager
-async def until_gone(request: "Request") -> AsyncGenerator[None]:
+def until_gone(request: "Request") -> AbstractAsyncContextManager[None]:
     """A block that ends when who asked has left, with a refusal that is not heard."""
-    left = Refused(400, "client_left", "its client went away")
+    client = request.scope.get("state", {}).get(CLIENT)
+    return _until_disconnected(request) if client is None else _UntilLeft(client)
+
+
+def _left() -> Refused:
+    return Refused(400, "client_left", "its client went away")
+
+
+class _UntilLeft(AbstractAsyncContextManager[None]):
+    """By its connection: no task waits for that."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    async def __aenter__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        if self._client.left:
+            raise _left()
+        self._task, self._cancelling = task, task.cancelling()
+        self._client.asks = task
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._client.asks = None
+        if self._client.left and self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
+            raise _left()
+
+
+@asynccontextmanager
+async def _until_disconnected(request: "Request") -> AsyncGenerator[None]:
+    """By what any server tells of it."""
 
     async def watch() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
-        raise left
+        raise _left()
 
     try:
         async with asyncio.TaskGroup() as tasks:

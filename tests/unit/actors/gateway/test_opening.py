@@ -14,7 +14,7 @@ from tests.scripted_sessions import scripted_session
 class Request:
     """Of a client that leaves when it is told to."""
 
-    headers, path_params = {}, {}
+    headers, path_params, scope = {}, {}, {}
 
     def __init__(self):
         self.gone = asyncio.Event()
