@@ -49,17 +49,58 @@ def is_let_in(key: str, token: str) -> bool:
 
 
 class Client:
-    """Who is at the other end of a connection."""
+    """Who is at the other end of a connection, as its transport, and as long as it is there."""
 
     left = False
     """It is there no more."""
     asks: asyncio.Task[Any] | None = None
     """What is cancelled when it leaves: a connection has one request at a time."""
 
+    def __init__(self, transport: Any) -> None:
+        self._transport = transport
+        self._held: list[bytes] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        if self._held is None:
+            self._transport.write(data)
+        else:
+            self._held.append(data)
+
+    def hold(self) -> None:
+        """What is written from now on goes out by `release`, at once."""
+        self._held = []
+
+    def release(self) -> None:
+        held, self._held = self._held, None
+        if held:
+            self._transport.writelines(held)
+
+    def close(self) -> None:
+        self.release()
+        self._transport.close()
+
     def leave(self) -> None:
+        """It has gone."""
         self.left = True
         if self.asks is not None:
             self.asks.cancel()
+
+
+async def send_json(scope: Any, send: Any, body: bytes) -> None:
+    """A whole response of a server here, head and body in one write: each is a call of the system, and wakes the client."""
+    client = scope.get("state", {}).get(CLIENT)
+    headers = [(b"content-length", b"%d" % len(body)), (b"content-type", b"application/json")]
+    if client is not None:
+        client.hold()
+    try:
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+    finally:
+        if client is not None:
+            client.release()
 
 
 class HttpServer(uvicorn.Server):
@@ -114,9 +155,10 @@ def _telling(protocol: Any) -> Any:
     """The class of a protocol that says in each request's scope who asks."""
 
     class Telling(protocol):
-        def __init__(self, *args: Any, app_state: dict[str, Any], **more: Any) -> None:
-            self._client = Client()
-            super().__init__(*args, app_state={**app_state, CLIENT: self._client}, **more)
+        def connection_made(self, transport: Any) -> None:
+            self._client = Client(transport)
+            self.app_state = {**self.app_state, CLIENT: self._client}
+            super().connection_made(self._client)  # pyright: ignore[reportUnknownMemberType]
 
         def connection_lost(self, exc: Exception | None) -> None:
             super().connection_lost(exc)  # pyright: ignore[reportUnknownMemberType]

@@ -50,7 +50,7 @@ class Said(NamedTuple):
 def said_in(text: str, number: int = 0, *, most_calls: int = MOST_CALLS) -> Said:
     """The parts of a turn, with so many calls at most, whose ids have its `number`. What is none stays text, to be seen."""
     reasoning = ""
-    if thought := THOUGHT.match(text):
+    if "</think>" in text and (thought := THOUGHT.match(text)):
         reasoning, text = thought[1].strip(), text[thought.end() :]
     calls, rest, at = list[Call](), list[str](), 0
     for found in CALL.finditer(text) if most_calls else ():

@@ -503,7 +503,11 @@ class Transcript:
     @property
     def last_token(self) -> int:
         """The newest token's id."""
-        return int.from_bytes(self._tokens[-TOKEN_BYTES:], "little", signed=True)
+        return self.token(len(self) - 1)
+
+    def token(self, at: int) -> int:
+        """The id of one token."""
+        return int.from_bytes(self._tokens[at * TOKEN_BYTES : (at + 1) * TOKEN_BYTES], "little", signed=True)
 
     def show(self, ids: bytes) -> None:
         """Append tokens the model did not sample."""

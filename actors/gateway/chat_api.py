@@ -10,6 +10,7 @@ from rubato.actors.envs.hosting import is_plain
 from rubato.actors.gateway.dialect import (
     MOST_STOPS,
     MOST_TOOLS,
+    ROLES,
     STOP_LENGTH,
     UNREADABLE,
     Head,
@@ -129,6 +130,8 @@ def _message(written: bytes) -> Message:
         told = _object.decode(written)
     except UNREADABLE as error:
         raise invalid("messages", f"one is none that can be answered here: {error}") from None
+    if len(told) == 2 and told.get("role") in ROLES and isinstance(told.get("content"), str):  # most have no more
+        return told
     return conversation([told], "messages")[0]
 
 

@@ -128,7 +128,7 @@ class Ended(Transcript):
 
     @property
     def last_token(self) -> int:
-        return int.from_bytes(self.prompt[-TOKEN_BYTES:], "little", signed=True)
+        return self._turn.transcript.token(self._turn.end - 1)
 
 
 @dataclass(eq=False, slots=True)

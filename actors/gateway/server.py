@@ -24,7 +24,7 @@ from rubato.actors.gateway.dialect import UNREADABLE, Dialect, Error, openai_err
 from rubato.actors.gateway.session import KEY_PREFIX, Ending, OverCode, Refused, Session, SessionOver, check_ending
 from rubato.bus.message import unpack_i32
 from rubato.runtime.errors import first_cause
-from rubato.runtime.http_server import CLIENT, QUIET, Client, HttpServer, bearer_of, is_let_in
+from rubato.runtime.http_server import CLIENT, QUIET, Client, HttpServer, bearer_of, is_let_in, send_json
 
 BodyT = TypeVar("BodyT")
 
@@ -212,10 +212,7 @@ class Answering:
         if isinstance(told, Response):
             await told(scope, receive, send)
             return
-        body = msgspec.json.encode(told)
-        headers = [(b"content-length", b"%d" % len(body)), (b"content-type", b"application/json")]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+        await send_json(scope, send, msgspec.json.encode(told))
 
 
 def key_of(request: "Request") -> str:
@@ -238,19 +235,19 @@ def decoded(body: bytes, kind: type[BodyT]) -> BodyT:
 
 async def body_of(request: "Request") -> bytes:
     """Raises Refused for one that does not come whole."""
-    from starlette.requests import ClientDisconnect
-
-    body = bytearray()
+    body, more = bytearray(), True
     try:
         async with asyncio.timeout(BODY_S):
-            async for piece in request.stream():
-                body += piece
+            while more:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise Refused(400, "invalid_request_error", "the request did not come whole")
+                body += message.get("body", b"")
+                more = message.get("more_body", False)
                 if len(body) > MOST_BYTES:
                     raise Refused(413, "too_large", f"a request may have {MOST_BYTES:,} bytes")
     except TimeoutError:
         raise Refused(408, "timeout", f"the request did not come whole within {BODY_S:g} s") from None
-    except ClientDisconnect:
-        raise Refused(400, "invalid_request_error", "the request did not come whole") from None
     return bytes(body)
 
 

@@ -18,11 +18,12 @@ class Request:
 
     def __init__(self):
         self.gone = asyncio.Event()
-
-    async def stream(self):
-        yield b"{}"
+        self.body = b"{}"
 
     async def receive(self):
+        if self.body:
+            body, self.body = self.body, b""
+            return {"type": "http.request", "body": body}
         await self.gone.wait()
         return {"type": "http.disconnect"}
 
