@@ -80,12 +80,18 @@ class Written(Sequence[Message]):
 
     def __init__(self, parts: Sequence[bytes], read: Callable[[bytes], Message]) -> None:
         self.parts, self._read = parts, read
+        self._told: dict[int, Message] = {}
 
     def __len__(self) -> int:
         return len(self.parts)
 
     def __getitem__(self, at: Any) -> Any:
-        return [*map(self._read, self.parts[at])] if isinstance(at, slice) else self._read(self.parts[at])
+        if isinstance(at, slice):
+            return [self[each] for each in range(*at.indices(len(self)))]
+        told = self._told.get(at)
+        if told is None:
+            told = self._told[at] = self._read(self.parts[at])
+        return told
 
 
 @dataclass(eq=False, slots=True)

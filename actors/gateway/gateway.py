@@ -28,6 +28,7 @@ from rubato.actors.envs.manager import CANCELLED, EnvManager
 from rubato.actors.envs.recorder import GaveUp, Recorder
 from rubato.actors.envs.rollout import EnvDriver, RolloutContext, RolloutHook
 from rubato.actors.envs.section import EnvSection
+from rubato.actors.gateway.deadlines import Deadlines
 from rubato.actors.gateway.renderers import Renderers
 from rubato.actors.gateway.server import Answering, SessionServer, body_of, decoded, until_gone
 from rubato.actors.gateway.session import Refused, Session
@@ -162,6 +163,7 @@ class Gateway(EnvManager):
         super().__init__(config, kernel)
         self.hooks.append(Outside(self, self._playing))
         self._section: GatewaySection = config.gateway
+        self._within = Deadlines(self._section.queue_s)
         self._server = SessionServer(self.run.folder.name, secrets.token_urlsafe(32))
         self._openings: deque[Waiting] = deque()
         self._unmatched: dict[OutsideDriver, str] = {}
@@ -277,7 +279,7 @@ class Gateway(EnvManager):
             partial(self._renderers.of, context),
             offload=self.offload,
             idle_s=self._section.idle_s,
-            queue_s=self._section.queue_s,
+            within=self._within,
             trains_all=self._section.train == "all",
             max_len=context.rollout.max_len,
             rerenders=self._section.history == "rerender",

@@ -20,6 +20,7 @@ import msgspec
 import uvicorn
 
 from rubato.actors.gateway.answering import DIALECTS, answer_in, refusal
+from rubato.actors.gateway.deadlines import Deadlines
 from rubato.actors.gateway.dialect import UNREADABLE, Dialect, Error, openai_error
 from rubato.actors.gateway.session import KEY_PREFIX, Ending, OverCode, Refused, Session, SessionOver, check_ending
 from rubato.bus.message import unpack_i32
@@ -63,6 +64,7 @@ class SessionServer:
         self.admin_key = admin_key
         self._model = model
         self._http: HttpServer | None = None
+        self._bodies = Deadlines(BODY_S)
         self._sessions: dict[str, Session] = {}
         """By id, and those that run by key too."""
         self._over: OrderedDict[str, Over] = OrderedDict()
@@ -151,7 +153,7 @@ class SessionServer:
         return {"object": "list", "data": [{"id": self._model, "object": "model", "owned_by": "rubato"}]}
 
     async def _asked(self, dialect: Dialect[Any], request: "Request") -> Any:
-        session, body = self._session_of(request), await body_of(request)
+        session, body = self._session_of(request), await body_of(request, self._bodies.block())
         async with until_gone(request):
             return await answer_in(dialect, session, body, self._model)
 
@@ -233,11 +235,11 @@ def decoded(body: bytes, kind: type[BodyT]) -> BodyT:
         raise Refused(400, "invalid_request_error", f"the body is not what is asked for here: {error}") from None
 
 
-async def body_of(request: "Request") -> bytes:
-    """Raises Refused for one that does not come whole."""
+async def body_of(request: "Request", limit: AbstractAsyncContextManager[Any] | None = None) -> bytes:
+    """Raises Refused for one that does not come whole within `limit`, which is BODY_S."""
     body, more = bytearray(), True
     try:
-        async with asyncio.timeout(BODY_S):
+        async with limit or asyncio.timeout(BODY_S):
             while more:
                 message = await request.receive()
                 if message["type"] == "http.disconnect":

@@ -15,6 +15,7 @@ from rubato.actors.envs.calls import MOST_CALLS, Said, said_in
 from rubato.actors.envs.chat import TOKEN_BYTES, Renderer, Transcript
 from rubato.actors.envs.recorder import GaveUp, Recorder
 from rubato.actors.envs.templates import RenderError
+from rubato.actors.gateway.deadlines import Block, Deadlines
 from rubato.actors.gateway.forest import Ended, Forest, Message, Place
 from rubato.actors.gateway.renderers import opening_of, read_turn
 from rubato.actors.messages.generation import Completion, Sampling
@@ -192,13 +193,13 @@ class Session:
         offload: Offload,
         idle_s: float | None,
         max_len: int,
-        queue_s: float | None = None,
+        within: Deadlines | None = None,
         trains_all: bool = False,
         rerenders: bool = False,
         score_names: Sequence[str] = (),
     ) -> None:
         """`renderer(tools)` is an awaitable of the renderer for these tools. Without a request for `idle_s` the session expires, with None it
-        does not; a turn takes at most `queue_s`, and a context has at most `max_len` tokens.
+        does not; a turn ends `within` these, and a context has at most `max_len` tokens.
         `trains_all`: contexts that did not lead to the last turn are trained too. `rerenders`: a turn whose history the renderer shows by
         other tokens than those that were kept begins a context, with the others. `score_names` are those of reward functions.
         """
@@ -213,7 +214,8 @@ class Session:
         """Whether the agent said its reward itself."""
         self.answer = ""
         """What it ended with: the text of the turn that was over last, unless it says another."""
-        self._renderer, self._offload, self._idle_s, self._queue_s, self._max_len = renderer, offload, idle_s, queue_s, max_len
+        self._renderer, self._offload, self._idle_s, self._max_len = renderer, offload, idle_s, max_len
+        self._within = within or Deadlines(None)
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._settled = asyncio.Event()
         self.ending: bytes | None = None
@@ -226,7 +228,7 @@ class Session:
         self._driving: asyncio.Task[Any] | None = None
         self._heard_at = asyncio.get_running_loop().time()
         self._asking = 0
-        self._limits: dict[asyncio.Timeout, None] = {}
+        self._limits: dict[Block, None] = {}
         """Of requests under way: what ends them."""
         self._quiet = asyncio.Event()
         """Set while none is under way."""
@@ -304,7 +306,7 @@ class Session:
         self._quiet.clear()
         self._heard()
         try:
-            async with asyncio.timeout(self._queue_s) as limit:
+            async with self._within.block() as limit:
                 self._limits[limit] = None
                 try:
                     return await self._turns(ask)
@@ -312,7 +314,7 @@ class Session:
                     del self._limits[limit]
         except TimeoutError:
             self._check_open()
-            why = f"no answer came within gateway.queue_s={self._queue_s:g}; the session goes on: ask again"
+            why = f"no answer came within gateway.queue_s={self._within.within_s:g}; the session goes on: ask again"
             raise Refused(503, "no_answer", why) from None
         except ValueError as error:  # RenderError among them; tools that the template can't show
             raise Refused(400, "invalid_request_error", str(error)) from error
@@ -470,8 +472,7 @@ class Session:
     def _end(self, code: OverCode) -> None:
         self.over = self.over or code
         for limit in self._limits:
-            if not limit.expired():
-                limit.reschedule(0.0)  # by the loop's clock, past
+            limit.cut()
 
     def _heard(self) -> None:
         """A request began, or is over: a session with one under way does not expire."""

@@ -8,7 +8,7 @@ import uvicorn
 
 from rubato.bus.address import bind_listener
 from rubato.runtime.errors import ConfigError
-from rubato.runtime.http_server import QUIET, HttpServer, bearer_of, check_token, is_let_in
+from rubato.runtime.http_server import CLIENT, QUIET, HttpServer, bearer_of, check_token, is_let_in, send_json
 
 HEAD_BYTES = 4096
 BIG = 32 * 2**20
@@ -16,6 +16,9 @@ BIG = 32 * 2**20
 
 
 async def application(scope, receive, send):
+    if scope["path"] == "/json":
+        await send_json(scope, send, b"{}")
+        return
     body = b"x" * (BIG if scope["path"] == "/big" else 2)
     await send(
         {"type": "http.response.start", "status": 200, "headers": [(b"connection", b"close"), (b"content-length", b"%d" % len(body))]}
@@ -24,9 +27,9 @@ async def application(scope, receive, send):
 
 
 @asynccontextmanager
-async def served(most=4, life_s=30.0):
+async def served(most=4, life_s=30.0, app=application):
     listening = bind_listener("127.0.0.1", 0)
-    server = HttpServer(uvicorn.Config(application, http="h11", h11_max_incomplete_event_size=HEAD_BYTES, log_level="critical", **QUIET))
+    server = HttpServer(uvicorn.Config(app, http="h11", h11_max_incomplete_event_size=HEAD_BYTES, log_level="critical", **QUIET))
     async with asyncio.TaskGroup() as tasks:
         serving = tasks.create_task(server.answer_on(listening, most, life_s=life_s))
         yield listening.getsockname()[1]
@@ -77,6 +80,36 @@ async def test_more_connections_than_there_may_be_end_at_once_until_there_is_roo
 
     assert refused == b""
     assert answered.endswith(b"xx")
+
+
+@pytest.mark.parametrize("num", [1, 3])
+async def test_answers_that_are_written_at_once_come_whole_also_where_the_connection_ends_behind_them(num):
+    ask, last = b"GET /json HTTP/1.1\r\nHost: h\r\n\r\n", b"GET /json HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n"
+    async with served() as port:
+        answered = await said(port, ask * (num - 1) + last)
+
+    assert answered.count(b"HTTP/1.1 200 OK\r\n") == num
+    assert answered.count(b"\r\n\r\n{}") == num
+
+
+async def test_what_waits_for_a_client_is_cancelled_as_that_leaves():
+    waits, ended = asyncio.Event(), asyncio.Event()
+
+    async def wait(scope, receive, send):
+        scope["state"][CLIENT].asks = asyncio.current_task()
+        waits.set()
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            ended.set()
+
+    async with served(app=wait) as port:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET / HTTP/1.1\r\nHost: h\r\n\r\n")
+        await waits.wait()
+        writer.close()
+        async with asyncio.timeout(30):
+            await ended.wait()
 
 
 async def test_a_head_that_does_not_end_is_refused():
