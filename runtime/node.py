@@ -71,7 +71,7 @@ async def _freeze(kernel: Kernel) -> None:
     """
     await kernel.ready.wait()
     gc.freeze()
-    gc.set_threshold(50_000, 20, 50)  # an actor that remembers thousands of samples spent a fifth of its time on them
+    gc.set_threshold(20_000, 20, 50)  # an actor that remembers thousands of samples spent a fifth of its time on them
 
 
 def _loop_factory():  # noqa: ANN202 - uvloop's loop type is not exported
