@@ -1,4 +1,4 @@
-"""A Ray cluster of three nodes on this host, and what of a run is left there."""
+"""Ray clusters of several nodes on this host, and what of a run is left there."""
 
 import asyncio
 import os
@@ -34,24 +34,18 @@ TRIES = 3
 """Ray gives a node thirty seconds to come up, which on busy cores may be too few."""
 
 
-class ThreeNodes:
-    """The cluster; its nodes all have this host's address."""
+class RayNodes:
+    """A cluster with a head that has no CPU for others; its nodes all have this host's address."""
 
-    def __init__(self) -> None:
-        import ray
+    def __init__(self, **head: object) -> None:
         from ray.cluster_utils import Cluster
 
-        self.ray = ray
         self._temporary = tempfile.TemporaryDirectory(prefix="ray-nodes-")
         self.folder = Path(self._temporary.name)
         """The nodes' TMPDIR."""
         self._cluster = Cluster()
-        self._add({"num_cpus": 0, "include_dashboard": False, "_system_config": {"prestart_worker_first_driver": False}})
-        self._nodes: dict[str, dict[str, Any]] = {}
-        self.make_whole()
+        self._add({"num_cpus": 0, "_system_config": {"prestart_worker_first_driver": False}, **head})
         self.address: str = self._cluster.address
-        ray.init(self.address, namespace="tests", log_to_driver=False, logging_level="ERROR")
-        self.session = Path(self._cluster.head_node.get_session_dir_path())
 
     def _add(self, kind: dict[str, Any]) -> Any:
         for tries in range(TRIES):
@@ -64,6 +58,24 @@ class ThreeNodes:
                     raise
                 print(f"another try: {error}")
         return None
+
+    def shutdown(self) -> None:
+        self._cluster.shutdown()
+        self._temporary.cleanup()
+
+
+class ThreeNodes(RayNodes):
+    """Two nodes beside the head; this process is a driver of theirs."""
+
+    def __init__(self) -> None:
+        import ray
+
+        self.ray = ray
+        super().__init__(include_dashboard=False)
+        self._nodes: dict[str, dict[str, Any]] = {}
+        self.make_whole()
+        ray.init(self.address, namespace="tests", log_to_driver=False, logging_level="ERROR")
+        self.session = Path(self._cluster.head_node.get_session_dir_path())
 
     def left(self, namespace: str) -> set[str]:
         """Names of a run's actors and placement groups."""
@@ -93,13 +105,47 @@ class ThreeNodes:
 
     def shutdown(self) -> None:
         self.ray.shutdown()
-        self._cluster.shutdown()
-        self._temporary.cleanup()
+        super().shutdown()
+
+
+class JobNodes(RayNodes):
+    """One node beside a head that has Ray's job server. Needs what `ray[default]` installs."""
+
+    def __init__(self) -> None:
+        super().__init__(include_dashboard=True, dashboard_port=0)
+        self._add({"num_cpus": 2})
+        self.job_server = f"http://{self._cluster.head_node.webui_url}"
+
+    def left(self, namespace: str) -> set[str]:
+        """Names of a run's actors and placement groups, as `ray list` has them."""
+        from ray.util.state import list_actors, list_placement_groups
+
+        actors = list_actors(self.job_server, filters=[("ray_namespace", "=", namespace), ("state", "!=", "DEAD")])
+        groups = list_placement_groups(self.job_server, filters=[("state", "!=", "REMOVED")])
+        return {actor.name for actor in actors} | {group.name for group in groups if group.name.startswith(f"{namespace}/")}
+
+    def hosts_running(self) -> list[str]:
+        """Command lines of the processes of hosts, which lie in folders of their nodes' TMPDIR."""
+        found: list[str] = []
+        for process in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                if Path(os.readlink(process / "cwd")).is_relative_to(self.folder):
+                    found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+        return found
 
 
 @contextmanager
 def three_nodes() -> Iterator[ThreeNodes]:
     nodes = ThreeNodes()
+    try:
+        yield nodes
+    finally:
+        nodes.shutdown()
+
+
+@contextmanager
+def job_nodes() -> Iterator[JobNodes]:
+    nodes = JobNodes()
     try:
         yield nodes
     finally:
