@@ -28,11 +28,13 @@ def cluster() -> Iterator[SlurmCluster]:
 class SlurmJob:
     """One job of the cluster, in a folder of its own."""
 
-    def __init__(self, cluster: SlurmCluster, place: Path, *changes: str, spare: int = 1) -> None:
+    def __init__(self, cluster: SlurmCluster, place: Path, *changes: str, spare: int = 1, alone: bool = True) -> None:
         self.cluster, self.place = cluster, place
+        place.mkdir(exist_ok=True)
         (place / "small.yaml").write_text(SMALL)
         write_model(place / "model")
-        cluster.until_idle()
+        if alone:
+            cluster.until_idle()
         made = rubato(
             "slurm", "small.yaml", "--out", "job.sh", f"model.path={place}/model", *changes, "--spare", spare, "--run-dir", "run", cwd=place
         )
@@ -43,10 +45,13 @@ class SlurmJob:
     def said(self) -> str:
         return (self.place / f"small-{self.id}.log").read_text()
 
+    def rows(self) -> list[str]:
+        path = self.run / "metrics.jsonl"
+        return [line for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
+
     def steps(self) -> list[int]:
         """The steps that were trained, in the order of their rows."""
-        path = self.run / "metrics.jsonl"
-        return [json.loads(line)["step"] for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
+        return [json.loads(row)["step"] for row in self.rows()]
 
     def hosts(self) -> list[dict]:
         told = rubato("hosts", "--run", self.run, "--json", cwd=self.place)
@@ -56,9 +61,9 @@ class SlurmJob:
         """Step of each host that is in the run, by its node agent."""
         return {host["node"]: host["id"] for host in self.hosts() if host["backend"] == "slurm" and host["state"] == "ready"}
 
-    def until(self, holds, what: str):
+    def until(self, holds, what: str, limit_s: float = 60.0):
         try:
-            self.cluster.wait_until(holds, what, 60.0)
+            self.cluster.wait_until(holds, what, limit_s)
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.said()[:3000]}") from None
 
@@ -120,6 +125,29 @@ def test_hosts_lie_on_nodes_that_are_what_they_need_and_a_signal_drains_the_job(
     job.over()
 
     assert "stopped. Go on with: rubato launch --resume" in job.said()
+
+
+def test_at_its_time_limit_a_job_drains_and_saves_and_one_that_is_to_be_done_is_queued_again_and_goes_on_without_a_gap(cluster, tmp_path):
+    limit = (*LONG, "checkpoint.every=100000", "--sbatch=--time=1", "--grace", "10")
+    once = SlurmJob(cluster, tmp_path / "once", *limit)
+    again = SlurmJob(cluster, tmp_path / "again", *limit, FAR, "--until-done", spare=0, alone=False)
+    again.until(again.placed, "the host is placed")
+    again.trains()
+
+    again.until(lambda: again.said().count("rubato · run") > 1, "its time is over, and it is resumed", 120.0)
+    before = again.rows()
+    again.until(again.placed, "the host is placed again")
+    again.trains()
+    cluster.run("scancel", "--batch", "--signal=TERM", again.id)
+    again.over()
+    once.over()
+
+    assert again.rows()[: len(before)] == before
+    for job in (once, again):
+        assert job.steps() == list(range(1, len(job.steps()) + 1))
+        assert "stopped. Go on with: rubato launch --resume" in job.said()
+        assert "DUE TO TIME LIMIT" not in job.said()
+    assert once.said().count("rubato · run") == 1
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,20 @@ BODY = """
 else
   what=({launch} --run-dir "$run")
 fi
-exec {rubato} launch "${{what[@]}}"{host}
+"""
+
+ONCE = """exec {rubato} launch "${{what[@]}}"{host}
+"""
+
+UNTIL_DONE = """trap 'signalled=yes; trap "" USR1; kill -HUP $!' TERM  # Slurm may have sent it one as well: a HUP is no second signal
+trap 'signalled=yes; limit=yes; kill -HUP $!' USR1
+{rubato} launch "${{what[@]}}"{host} &
+code=127
+while signalled=; wait $!; now=$?; [ $now = 127 ] || code=$now; [ "$signalled" ]; do :; done  # 127: its end was known before
+case "$limit $code" in
+  "yes 129" | "yes 130") scontrol requeue "$SLURM_JOB_ID" ;;  # its time is over before its steps are
+esac
+exit $code
 """
 
 ADDRESS = """head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
@@ -54,6 +67,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--spare", type=int, default=0, metavar="N", help="more nodes beside those that launch.hosts needs, for one that is lost (0)"
     )
+    parser.add_argument("--until-done", action="store_true", help="have the job queued again when its time is over, until its last step")
     parser.add_argument(
         "--sbatch",
         action="append",
@@ -85,7 +99,7 @@ def script_of(config: Config, given: argparse.Namespace, *, own_address: bool) -
     alone = bool(config.launch.hosts) and len(groups) == 1  # a heterogeneous job is queued again whichever of its nodes fails
     options = [
         f"--job-name={config.run.name}", f"--output={config.run.name}-%j.log", "--open-mode=append", f"--chdir={shlex.quote(str(Path.cwd()))}",
-        "--requeue", *(["--no-kill"] if alone else []), f"--signal=B:TERM@{given.grace}",
+        "--requeue", *(["--no-kill"] if alone else []), f"--signal=B:{'USR1' if given.until_done else 'TERM'}@{given.grace}",
     ]  # fmt: skip
     lines = [f"#!/bin/bash\n{MARK} {given.out.name}", *(f"#SBATCH {option}" for option in options)]
     for number, group in enumerate(groups):
@@ -93,7 +107,7 @@ def script_of(config: Config, given: argparse.Namespace, *, own_address: bool) -
         lines += [f"#SBATCH {_nodes(group, given.spare if config.launch.hosts else 0)}", *(f"#SBATCH {option}" for option in given.sbatch)]
     backend = ["launch.backend=slurm"] if config.launch.hosts else []
     run = shlex.quote(str(given.run_dir)) if given.run_dir else f"runs/{config.run.name}-$SLURM_JOB_ID"
-    body = BODY.format(
+    body = (BODY + (UNTIL_DONE if given.until_done else ONCE)).format(
         requeue=f"export {REQUEUE}=1  # a job of which only the first node was lost is queued again by a host\n" if alone else "",
         run=run,
         address=ADDRESS if own_address else "",

@@ -1,6 +1,8 @@
 """What a run asks Slurm for, and how it reads what Slurm says; the rest needs a cluster: tests/contract/test_placer.py."""
 
+import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -85,6 +87,38 @@ def test_a_script_launches_and_once_it_is_queued_again_resumes(written, restarts
 
     assert done.stdout.partition("|launch|")[2].startswith(begins)
     assert done.stdout.endswith("|bus.host=127.0.0.1|")
+
+
+def until_hup(code: int) -> str:
+    """A launcher that ends so once its terminal is closed."""
+    return f"rubato() {{ trap 'exit {code}' HUP; echo up; for _ in $(seq 400); do sleep 0.05; done; }}"
+
+
+@pytest.mark.parametrize(
+    ("launcher", "number", "ends"),
+    [
+        (until_hup(130), signal.SIGUSR1, (130, "requeue 7")),
+        (until_hup(130), signal.SIGTERM, (130, "")),
+        (until_hup(0), signal.SIGUSR1, (0, "")),
+        ("rubato() { echo up; exit 3; }", None, (3, "")),
+        ("rubato() { echo up; }", None, (0, "")),
+    ],
+)
+def test_a_script_until_done_has_a_job_queued_again_whose_time_was_over_before_its_steps(written, launcher, number, ends):
+    _, script = written("launch.hosts={}", "--until-done", "--grace", "60")
+    fake = f'scontrol() {{ echo "$@"; }}\n{launcher}\n' + script.replace(f"{sys.executable} -P -m rubato.runtime.cli", "rubato")
+
+    environment = {"PATH": "/usr/bin:/bin", "SLURM_JOB_ID": "7"}
+    with subprocess.Popen(["bash", "-c", fake], env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        begun = process.stdout.readline()
+        if number is not None:
+            process.send_signal(number)
+        said = process.stdout.read().strip()
+
+    assert "#SBATCH --signal=B:USR1@60" in script
+    assert begun == "up\n"
+    assert (process.returncode, said) == ends
 
 
 def test_a_run_without_further_hosts_is_a_job_of_one_node(written):
