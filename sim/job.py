@@ -129,6 +129,7 @@ class Job:
 
     async def _environment(self, manager: ModelledManager, place: _Place) -> None:
         while True:
+            await manager.up()
             freed = self.buffer.freed
             ticket = self.buffer.issue()
             if ticket is None:

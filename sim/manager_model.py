@@ -63,6 +63,10 @@ class Played:
         return self.env_s + self.generate_s + self.score_s
 
 
+async def always() -> None:
+    """Of a manager that is never away."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModelledManager:
     """Plays rollouts, any number at once."""
@@ -73,6 +77,8 @@ class ModelledManager:
     reset_tries: int = field(default_factory=lambda: EnvSection().reset_tries)
     awaits_version: bool = True
     """A rollout begins under weights no older than its ticket; else under those that engines have."""
+    up: Callable[[], Awaitable[None]] = always
+    """Returns once it may ask for tickets."""
 
     async def play(
         self, session: str, episode: Episode, min_version: int = 0, still_useful: Callable[[int], bool] = lambda _: True

@@ -23,10 +23,24 @@ DPI = 130
 
 
 TABLES: Final = frozenset(
-    {"agreement", "circuits", "cost", "links", "modes", "phases", "plans", "sensitivity", "splits", "staleness", "tasks", "windows"}
+    {
+        "agreement",
+        "circuits",
+        "cost",
+        "links",
+        "modes",
+        "phases",
+        "plans",
+        "sensitivity",
+        "splits",
+        "staleness",
+        "tasks",
+        "useful",
+        "windows",
+    }
 )
 PLOTS: Final = frozenset(
-    {"affinity", "agreement", "cost", "generation", "modelsync", "sigma", "splits", "staleness", "tail", "throughput", "windows"}
+    {"affinity", "agreement", "cost", "generation", "modelsync", "sigma", "splits", "staleness", "tail", "throughput", "useful", "windows"}
 )
 """What the kinds call theirs: the files of an earlier run, of whatever kind, that a new one in its folder removes."""
 

@@ -18,6 +18,7 @@ from rubato.sim.outcome import RunProgress, RunResult
 
 KINDS: Final[Mapping[str, str]] = {
     "fabric_testbed": "rubato.sim.live.testbed",
+    "failures": "rubato.sim.failures",
     "modelsync": "rubato.sim.rollmux.modelsync",
     "one_host": "rubato.sim.onehost.scenario",
     "orchestrrl_drift": "rubato.sim.orchestrrl.drift",

@@ -6,8 +6,9 @@ Each seed is played twice, with the same steps hit at the same moment in them. *
 again with --resume; *whole* is what a job does that knows no supervision: whatever dies, all of it is killed and launched again from its
 newest checkpoint. Both save every step. The trainer is scripted and its steps are paced: each lasts --pace-s, which no hardware here computes;
 processes, recoveries and checkpoints are real. `useful_frac` is steps × pace ÷ the time from the first step's begin to the last one's row.
-`recovery_s` is by role the median of what a hit cost: the time of the steps that it touched, less their pace.
-`computed` is no measurement: what hits cost here, put into other lengths of steps and five seeds.
+`recovery_s` is by role the median of what a hit cost: the time of the steps that it touched, less their pace. `away_s` is by role the median
+time from a hit to the launcher's word that what died is ready again; RLSim has other lengths of steps and more seeds, by that
+(configs/sim/failures.yaml).
 """
 
 import argparse
@@ -20,7 +21,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,15 +30,10 @@ sys.path.insert(0, str(ROOT))
 
 from rubato.actors.training.base_model import make  # noqa: E402
 from rubato.runtime.launch.children import die_with_parent  # noqa: E402
+from rubato.sim.failures import HOWS, Hit, hits_of  # noqa: E402
 from tools.bench.short import NO_RESULT  # noqa: E402
 from tools.chaos_job import Job  # noqa: E402
 
-ROLES = ("engine", "env_manager", "trainer", "sample_buffer", "llm_proxy", "redis", "host")
-"""Of which a hit draws one; *host* is the launcher with all below it."""
-PACES_S = (5.0, 20.0, 60.0, 300.0)
-"""Lengths of steps for which the useful share is computed from what hits cost."""
-COMPUTED_SEEDS = (1, 2, 3, 4, 5)
-HOWS = ("rubato", "whole")
 STUCK_S = 300.0
 """Longest time beyond its pace that a step may take."""
 LOOK_S = 0.05
@@ -63,35 +59,16 @@ report: {{finish: ""}}
 """
 
 
-class Hit(NamedTuple):
-    """One failure: in the step after `step`, that share of the pace after the row of `step`."""
-
-    step: int
-    role: str
-    share: float
-
-
 class Played(NamedTuple):
     """One run."""
 
     useful_frac: float
-    recoveries: list[tuple[str, float, float]]
-    """Of each hit the role, its place within its step as a share of the pace, and what it cost in seconds."""
+    recoveries: list[tuple[str, float, float, float]]
+    """Of each hit the role, its place within its step as a share of the pace, what it cost in seconds, and how long until what died was ready."""
 
 
 def clock() -> float:
     return time.monotonic()  # noqa: TID251
-
-
-def hits_of(seed: int, steps: int, every: int) -> list[Hit]:
-    """The seed's, one in each `every` steps; no role again before all had their turn."""
-    rng, deck, found = random.Random(seed), list[str](), list[Hit]()
-    for begin in range(1, steps, every):
-        last = min(begin + every, steps)
-        if not deck:
-            deck = rng.sample(ROLES, len(ROLES))
-        found.append(Hit(rng.randrange(begin, last), deck.pop(), rng.uniform(0.1, 0.9)))
-    return found
 
 
 async def played(place: Path, hits: Sequence[Hit], steps: int, pace_s: float, *, whole: bool) -> Played:
@@ -104,12 +81,15 @@ async def played(place: Path, hits: Sequence[Hit], steps: int, pace_s: float, *,
     try:
         await job.start()
         begin = await until(job, 1, PREPARE_S + pace_s) - pace_s
-        times = {1: begin + pace_s}
-        for hit in hits:
-            await follow(job, times, hit.step, pace_s)
-            await asyncio.sleep(max(0.0, times[hit.step] + hit.share * pace_s - clock()))
-            await strike(job, hit.role, rng, whole=whole)
-        await follow(job, times, steps, pace_s)
+        times, returns = {1: begin + pace_s}, list[asyncio.Task[float]]()
+        async with asyncio.TaskGroup() as tasks:
+            for hit in hits:
+                await follow(job, times, hit.step, pace_s)
+                await asyncio.sleep(max(0.0, times[hit.step] + hit.share * pace_s - clock()))
+                said = job.output.stat().st_size
+                word = await strike(job, hit.role, rng, whole=whole)
+                returns.append(tasks.create_task(ready_again(job, said, word)))
+            await follow(job, times, steps, pace_s)
         await job.launcher.wait()
         rows = [json.loads(line)["step"] for line in (job.folder / "metrics.jsonl").read_text().splitlines()]
         if rows != list(range(1, steps + 1)):
@@ -120,8 +100,8 @@ async def played(place: Path, hits: Sequence[Hit], steps: int, pace_s: float, *,
     spent = times[steps] - begin
     cuts = [*(hit.step for hit in hits), steps]
     cost = [
-        (hit.role, hit.share, max(0.0, times[until_] - times[hit.step] - (until_ - hit.step) * pace_s))
-        for hit, until_ in zip(hits, cuts[1:], strict=True)
+        (hit.role, hit.share, max(0.0, times[until_] - times[hit.step] - (until_ - hit.step) * pace_s), back.result())
+        for hit, until_, back in zip(hits, cuts[1:], returns, strict=True)
     ]
     return Played(steps * pace_s / spent, cost)
 
@@ -144,17 +124,29 @@ async def follow(job: Job, times: dict[int, float], step: int, pace_s: float) ->
         times[each] = await until(job, each, pace_s + STUCK_S)
 
 
-async def strike(job: Job, role: str, rng: random.Random, *, whole: bool) -> None:
-    """Kill one process of `role`; where that ends the job, as the `whole` one's end does, launch it again."""
-    victims = [victim for victim in job.victims() if victim.role == role]
+async def strike(job: Job, role: str, rng: random.Random, *, whole: bool) -> str:
+    """Kill one process of `role`; where that ends the job, as the `whole` one's end does, launch it again. What its launcher will say of its
+    return."""
     if not whole and role != "host":
-        os.kill(rng.choice(victims).pid, signal.SIGKILL)
-        return
+        victim = rng.choice([victim for victim in job.victims() if victim.role == role])
+        os.kill(victim.pid, signal.SIGKILL)
+        return f"{'the embedded redis' if role == 'redis' else victim.name} is back"
     for process in job.left():
         os.kill(process.pid, signal.SIGKILL)
     job.launcher.kill()
     await job.launcher.wait()
     await job.start()
+    return "  actors "
+
+
+async def ready_again(job: Job, said: int, word: str) -> float:
+    """The seconds until the launcher says `word`, behind the `said` bytes that it had said before."""
+    began = clock()
+    while word.encode() not in job.output.read_bytes()[said:]:
+        if clock() - began > STUCK_S:
+            raise SystemExit(f"the launcher did not say '{word.strip()}' within {STUCK_S:.0f} s. {job.kept()}")
+        await asyncio.sleep(LOOK_S)
+    return clock() - began
 
 
 async def measured(seeds: Sequence[int], steps: int, pace_s: float, every: int, jobs: int) -> dict[str, Any]:
@@ -169,53 +161,32 @@ async def measured(seeds: Sequence[int], steps: int, pace_s: float, every: int, 
         if run.returncode:
             raise SystemExit(run.returncode)
         done = found[how][seed] = Played(*json.loads(out))
-        cost = ", ".join(f"{role} {seconds:.1f} s" for role, _, seconds in done.recoveries)
+        cost = ", ".join(f"{role} {seconds:.1f} s, back after {away_s:.1f}" for role, _, seconds, away_s in done.recoveries)
         print(f"seed {seed}, {how}: useful {done.useful_frac:.3f} ({cost})", flush=True)
 
     async with asyncio.TaskGroup() as tasks:
         for seed in seeds:
             for how in HOWS:
                 tasks.create_task(play(seed, how))
-    by_role: dict[str, list[float]] = {}
     hits = {how: [each for run in runs.values() for each in run.recoveries] for how, runs in found.items()}
-    for role, _, seconds in hits["rubato"]:
-        by_role.setdefault(role, []).append(seconds)
     return {
         "useful_frac": round(statistics.fmean(run.useful_frac for run in found["rubato"].values()), 4),
         "useful_frac_whole": round(statistics.fmean(run.useful_frac for run in found["whole"].values()), 4),
         "hits": len(hits["rubato"]),
-        "recovery_s": {role: round(statistics.median(each), 2) for role, each in sorted(by_role.items())},
-        "recovery_s_whole": round(statistics.median(seconds for _, _, seconds in hits["whole"]), 2),
+        "recovery_s": by_role([(role, seconds) for role, _, seconds, _ in hits["rubato"]]),
+        "recovery_s_whole": round(statistics.median(seconds for _, _, seconds, _ in hits["whole"]), 2),
+        "away_s": by_role([(role, away_s) for role, _, _, away_s in hits["rubato"]]),
+        "away_s_whole": round(statistics.median(away_s for _, _, _, away_s in hits["whole"]), 2),
         "steps": steps,
         "pace_s": pace_s,
         "seeds": list(seeds),
         "each": hits,
-        "computed": {str(pace): computed(hits, pace_s, pace, steps, every) for pace in PACES_S},
     }
 
 
-def computed(
-    hits: Mapping[str, Sequence[tuple[str, float, float]]], played_s: float, pace_s: float, steps: int, every: int
-) -> dict[str, float]:
-    """Useful shares over five seeds at steps of `pace_s`: a hit costs its role's median seconds, of which those of the step that is done
-    again grow with the pace. A role that was never hit costs what the dearest one does."""
-    found: dict[str, float] = {}
-    for how, told in hits.items():
-        fixed: dict[str, list[float]] = {}
-        for role, share, seconds in told:
-            fixed.setdefault(role, []).append(max(0.0, seconds - share * played_s * _redone(role, how)))
-        costs = {role: statistics.median(each) for role, each in fixed.items()}
-        dearest, fracs = max(costs.values(), default=0.0), list[float]()
-        for seed in COMPUTED_SEEDS:
-            lost = sum(costs.get(hit.role, dearest) + hit.share * pace_s * _redone(hit.role, how) for hit in hits_of(seed, steps, every))
-            fracs.append(steps * pace_s / (steps * pace_s + lost))
-        found["useful_frac" if how == "rubato" else "useful_frac_whole"] = round(statistics.fmean(fracs), 4)
-    return found
-
-
-def _redone(role: str, how: str) -> bool:
-    """Whether a hit has the trainer begin its step again."""
-    return how == "whole" or role in ("trainer", "host")
+def by_role(figures: Sequence[tuple[str, float]]) -> dict[str, float]:
+    """The median of each role."""
+    return {name: round(statistics.median(figure for role, figure in figures if role == name), 2) for name in sorted(dict(figures))}
 
 
 async def played_alone(how: str, seed: int, steps: int, pace_s: float, every: int) -> Played:
