@@ -112,7 +112,7 @@ class JobNodes(RayNodes):
     """One node beside a head that has Ray's job server. Needs what `ray[default]` installs."""
 
     def __init__(self) -> None:
-        super().__init__(include_dashboard=True, dashboard_port=0)
+        super().__init__(include_dashboard=True, dashboard_port=0, dashboard_agent_listen_port=None)  # ports that no other cluster has
         self._add({"num_cpus": 2})
         self.job_server = f"http://{self._cluster.head_node.webui_url}"
 
