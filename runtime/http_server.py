@@ -157,7 +157,7 @@ def _telling(protocol: Any) -> Any:
     class Telling(protocol):
         def connection_made(self, transport: Any) -> None:
             self._client = Client(transport)
-            self.app_state = {**self.app_state, CLIENT: self._client}
+            self.app_state = {**self.app_state, CLIENT: self._client}  # pyright: ignore[reportUnknownMemberType]
             super().connection_made(self._client)  # pyright: ignore[reportUnknownMemberType]
 
         def connection_lost(self, exc: Exception | None) -> None:
