@@ -296,6 +296,7 @@ def test_a_session_whose_lease_lapsed_while_its_gateway_stood_still_is_over_and_
         finally:
             os.kill(gateway, signal.SIGCONT)
         later = opening.result()
+        until(lambda: 410 in [client.get(f"/sessions/{told['session_id']}").status_code for told in first], "the gateway to hear of it")
         turns = {told["session_id"]: client.post(f"/sessions/{told['session_id']}/v1/chat/completions", json=SHORT) for told in first}
         over = [told for told in turns.values() if told.status_code == 410]
         for name in (*turns, later.json()["session_id"]):
