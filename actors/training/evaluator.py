@@ -98,7 +98,7 @@ class StoredWeights:
     """The weights of a model folder, in whichever files they are, as Publisher takes them: one safetensors image."""
 
     def __init__(self, folder: Path, base: Path) -> None:
-        """Of an adapter over `base` the image says whose it is, whoever wrote it. Reads headers alone. Raises ValueError, one sentence. Blocks."""
+        """The image of an adapter over `base` names that model, also where another program wrote it. Reads headers alone. Raises ValueError, one sentence. Blocks."""
         if (folder / ADAPTER_CONFIG).exists():
             config, image = shapes.read_adapter(folder)
             images, told = {str(folder): image}, dict[str, str]()

@@ -50,7 +50,7 @@ class Judged(NamedTuple):
 
     @classmethod
     def of_metrics(cls, num: int, told: Mapping[str, float]) -> "Judged":
-        """As `metrics` told it of a request of so many sequences."""
+        """What `metrics` gave of a request of `num` sequences, read back."""
         if (unknown := told.get("rubato/unknown_frac:mean")) is None:
             return cls()
         oldest, newest = told.get("rubato/version_min:min"), told.get("rubato/version_max:max")

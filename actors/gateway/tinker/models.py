@@ -114,7 +114,7 @@ class Model:
         return first
 
     def _read_gathered(self) -> Judged:
-        """Of what was computed since the newest step, as its clients were told it."""
+        """Of what was computed since the newest step, by the results that are kept."""
         found = Judged()
         for result in reversed(self._results.values()):
             told = self.journal.told(result) if result.changed else None

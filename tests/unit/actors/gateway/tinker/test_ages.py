@@ -32,7 +32,7 @@ def known(ages):
     return [each.oldest for each in judged if each.num_known]
 
 
-def test_the_newest_are_remembered_whoever_is_killed_after_they_were_kept(remembering):
+def test_the_newest_that_were_kept_outlive_the_server(remembering):
     ages = remembering()
     noted(ages, range(3))
     assert known(remembering()) == known(ages) == [0, 1, 2]
