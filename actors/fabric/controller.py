@@ -135,7 +135,8 @@ class FabricController(Actor):
         if self._templates.learn(message.phase, traffic, whole=message.phase == "weight_sync"):
             self._planned_anew(message.phase)
         if message.in_s > 0:
-            if not self._templates.ends_with_traffic(self._rhythm.phase):
+            running = self._rhythm.phase
+            if message.phase == running or not self._templates.ends_with_traffic(running):
                 self._aim_at_coming(message.phase, now + message.in_s, not_before=now)
         elif message.epoch > self._epochs.get(message.phase, -1):
             self._epochs[message.phase] = message.epoch

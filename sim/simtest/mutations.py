@@ -144,7 +144,7 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "under_way": Mutation(
         "the end of a session's turns with it: they go on while it is scored",
-        (Edit(Session, "_end", "not limit.expired()", "False"), Edit(Session, "drive", "await self._quiet.wait()", "pass")),
+        (Edit(Session, "_end", "limit.cut()", "pass"), Edit(Session, "drive", "await self._quiet.wait()", "pass")),
         sessions=True,
     ),
     "session_name": Mutation(
@@ -154,9 +154,7 @@ MUTATIONS: dict[str, Mutation] = {
         sessions=True,
     ),
     "idle": Mutation(
-        "the end of a session whose agent is gone",
-        (Edit(Session, "drive", "asyncio.timeout(self._idle_s)", "asyncio.timeout(None)"),),
-        sessions=True,
+        "the end of a session whose agent is gone", (Edit(Session, "_until_idle", "timeout=left_s", "timeout=None"),), sessions=True
     ),
 }
 """Name → mutation; the list in docs/reliability.md says how each is noticed."""

@@ -74,19 +74,20 @@ def gsm8k_part(bench: Any, *more: str) -> dict[str, Any]:
             "eval.final_num_tasks=0", "report.finish=''", "rollout.chat_template_kwargs={}", *short, *more,
         )  # fmt: skip
     step_s = ended.mean("time/step")
+    swaps = {name.partition("/")[2]: [row[name] for row in ended.rows if name in row] for name in SWAPS}
     found = {
         "engine": kind, "steps": len(ended.rows), "step_s": step_s, "train_s": ended.mean("time/train"),
         "wait_for_batch_frac": ended.mean("time/wait_for_batch") / step_s, "publish_s": ended.mean("time/publish"),
         "train_tokens_s": ended.mean("perf/train_tokens_s"), "samples_s": ended.mean("perf/samples_s"),
         "sampled_tokens_s": ended.mean("perf/samples_s") * ended.mean("rollout/sampled_mean"), "weights_bytes": ended.rows[-1]["weights/bytes"],
-        **{name.partition("/")[2]: median(row[name] for row in ended.rows if name in row) for name in SWAPS},
+        **{name: median(seen) for name, seen in swaps.items() if seen},
         "mismatch_kl": ended.mean("policy/mismatch_kl"), "staleness_max": max(row["staleness/max"] for row in ended.rows),
         "wall_s": ended.wall_s, "agreed": ended.agreed,
     }  # fmt: skip
     if kind == "torch":
         found["missing"] = "vLLM is not installed: the built-in engine took its place"
-    print(f"gsm8k ({kind}): {step_s:.1f} s a step, {found['samples_s']:.1f} samples/s, pause {1e3 * found['pause_s']:.1f} ms, "
-          f"{found['hidden_frac']:.1%} hidden; {ended.agreed}", flush=True)  # fmt: skip
+    pause = f"pause {1e3 * found['pause_s']:.1f} ms, {found['hidden_frac']:.1%} hidden" if all(swaps.values()) else "no row has a swap"
+    print(f"gsm8k ({kind}): {step_s:.1f} s a step, {found['samples_s']:.1f} samples/s, {pause}; {ended.agreed}", flush=True)
     return found
 
 

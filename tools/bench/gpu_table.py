@@ -64,8 +64,11 @@ def quickstart(found: Mapping[str, Any]) -> Iterator[Row]:
 def gsm8k(found: Mapping[str, Any]) -> Iterator[Row]:
     waited = f"{found['wait_for_batch_frac']:.0%} of it waiting for a batch"
     yield (f"GSM8K's shape, engine {found['engine']}", f"{found['step_s']:.1f} s a step", f"{waited}; {found['samples_s']:.0f} samples/s")
-    hidden = f"of {1e3 * found['pull_s']:.0f} ms: {found['hidden_frac']:.1%} hidden"
-    yield "its swap", f"pause {1e3 * found['pause_s']:.2f} ms", hidden
+    if "pause_s" in found:
+        hidden = f"of {1e3 * found['pull_s']:.0f} ms: {found['hidden_frac']:.1%} hidden"
+        yield "its swap", f"pause {1e3 * found['pause_s']:.2f} ms", hidden
+    else:
+        yield "its swap", "–", "the job ended before a row had one"
     yield ("its agreement", found["agreed"].rpartition("agree: ")[2].replace("|", ""), f"KL {found['mismatch_kl']:.1e} in training")
 
 

@@ -589,6 +589,18 @@ def test_ranks_have_their_circuits_until_weights_follow_however_long_a_step_take
     racks(play)
 
 
+def test_weights_that_follow_weights_have_their_circuits_when_they_begin(racks):
+    async def play(stage):
+        stage.epoch += 1
+        await stage.begins("weight_sync", (("trainer-1", "engine-1", 5000),))
+        await asyncio.sleep(0.5)
+        await stage.begins("weight_sync", (("trainer-1", "engine-3", 5000),), in_s=0.5)
+        await asyncio.sleep(0.5)
+        assert links(stage.circuits())[0, 3] == 3
+
+    racks(play)
+
+
 def test_static_circuits_fit_all_phases_together_and_never_change_once_all_are_known(racks):
     async def play(stage):
         for _ in range(2):
