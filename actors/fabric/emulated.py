@@ -9,7 +9,7 @@ import base64
 import hmac
 import json
 import secrets
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -37,14 +37,15 @@ class OcsDevice:
         self.dead_ports: set[int] = set()
         """Ports whose mirrors don't move any more: circuits over them fail."""
         self.num_changes = 0
-        self.changed = asyncio.Event()
-        """Set with every update; the task that follows the light clears it."""
+        self._changed = asyncio.Event()
+        """Set with every update; what follows the light clears it."""
         self._tuned_at: dict[Cross, float | None] = {}
         """Loop time from which each configured circuit carries light; None for an invalid one."""
         self._busy_until = 0.0
 
     def update(self, delete: Collection[Cross], add: Sequence[Cross]) -> tuple[int, int]:
         """Deletes first. The numbers acknowledge the database: of circuits that were there, and that are there now."""
+        done_at = max(asyncio.get_running_loop().time(), self._busy_until) + self.delay_s
         gone = [cross for cross in dict.fromkeys(delete) if cross in self._tuned_at]
         for cross in gone:
             del self._tuned_at[cross]
@@ -52,38 +53,48 @@ class OcsDevice:
         for cross in new:
             holders = [held for held, at in self._tuned_at.items() if at is not None and _clash(held, cross)]
             loser = [cross] if len(add) == 1 and holders else holders
-            self._tuned_at[cross] = self._done_at(asyncio.get_running_loop().time())
+            self._tuned_at[cross] = done_at
             for each in loser:
                 self._tuned_at[each] = None
         if new or gone:
-            self._busy_until = self._done_at(asyncio.get_running_loop().time())
+            self._busy_until = done_at
             self.num_changes += 1
-            self.changed.set()
+            self._changed.set()
         return len(gone), len(add)
 
     def status(self) -> dict[Cross, Status]:
         """Every configured circuit, sorted."""
-        return {cross: self._status(cross) for cross in sorted(self._tuned_at)}
+        now = asyncio.get_running_loop().time()
+        return {cross: self._status(cross, now) for cross in sorted(self._tuned_at)}
 
     def lit(self) -> tuple[Cross, ...]:
         """The circuits that carry light now, sorted."""
-        return tuple(cross for cross, status in self.status().items() if status == "tuned")
+        return self._lit(asyncio.get_running_loop().time())
 
-    def next_light_at(self) -> float | None:
-        """Loop time at which the next circuit will carry light; None while no mirror moves."""
-        now = asyncio.get_running_loop().time()
-        return min((at for at in self._tuned_at.values() if at is not None and at > now), default=None)
+    async def light(self) -> AsyncIterator[tuple[Cross, ...]]:
+        """The circuits that carry light, now and whenever they change; for one task.
 
-    def _status(self, cross: Cross) -> Status:
+        One reading of the clock says which are lit and when the next will be: one lit between two readings would be missed.
+        """
+        while True:
+            self._changed.clear()
+            now = asyncio.get_running_loop().time()
+            yield self._lit(now)
+            next_at = min((at for at in self._tuned_at.values() if at is not None and at > now), default=None)
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(next_at):
+                    await self._changed.wait()
+
+    def _lit(self, now: float) -> tuple[Cross, ...]:
+        return tuple(cross for cross in sorted(self._tuned_at) if self._status(cross, now) == "tuned")
+
+    def _status(self, cross: Cross, now: float) -> Status:
         at = self._tuned_at[cross]
         if at is None:
             return "invalid"
         if self.dead_ports & set(cross):
             return "failed"
-        return "tuned" if asyncio.get_running_loop().time() >= at else "tuning"
-
-    def _done_at(self, now: float) -> float:
-        return max(now, self._busy_until) + self.delay_s
+        return "tuned" if now >= at else "tuning"
 
 
 def _clash(a: Cross, b: Cross) -> bool:
@@ -248,9 +259,5 @@ class EmulatedSwitch(Actor):
     async def _light_links(self) -> None:
         """Follow the light, until cancelled. Raises LinksError, in a group, where the test-bed is gone."""
         async with links(self.config.fabric) as rates:
-            while True:
-                self.device.changed.clear()
-                await rates.follow(self.device.lit())
-                with suppress(TimeoutError):
-                    async with asyncio.timeout_at(self.device.next_light_at()):
-                        await self.device.changed.wait()
+            async for lit in self.device.light():
+                await rates.follow(lit)

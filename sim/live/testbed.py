@@ -100,12 +100,8 @@ class SimulatedSwitch(EmulatedSwitch):
     wires: RackLinks
 
     async def _light_links(self) -> None:
-        while True:
-            self.device.changed.clear()
-            self.wires.set(self.device.lit())
-            with suppress(TimeoutError):
-                async with asyncio.timeout_at(self.device.next_light_at()):
-                    await self.device.changed.wait()
+        async for lit in self.device.light():
+            self.wires.set(lit)
 
 
 class _Node(Actor):

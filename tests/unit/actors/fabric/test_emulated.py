@@ -68,6 +68,23 @@ def test_changes_are_made_one_after_another(with_device):
     with_device(play)
 
 
+def test_a_circuit_that_is_lit_while_the_last_light_is_dealt_with_is_told_of_next(with_device):
+    async def play(device):
+        loop, seen = asyncio.get_running_loop(), []
+        device.update((), (A, B))
+
+        async with asyncio.timeout(1):
+            async for lit in device.light():
+                seen.append(lit)
+                if lit:
+                    break
+                loop.now += 0.020
+
+        assert seen == [(), (A, B)]
+
+    with_device(play)
+
+
 def test_one_circuit_that_wants_a_taken_port_becomes_invalid(with_device):
     async def play(device):
         device.update((), (A, B))
