@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -40,7 +41,7 @@ from rubato.bus.errors import AskFailed
 from rubato.bus.message import Buffer, Request
 from rubato.runtime.blobs.blob import Draft
 from rubato.runtime.blobs.parts import Index, part_name
-from rubato.runtime.errors import ActorFailed, first_cause
+from rubato.runtime.errors import ActorFailed, NotRunning, first_cause
 from rubato.runtime.kernel import NODE
 from rubato.runtime.launch.children import is_stopped
 from rubato.runtime.messages import RestartActors
@@ -72,6 +73,9 @@ class RankedEngine:
 
     def __init__(self, actor: "Actor", train: TrainSection, loop: asyncio.AbstractEventLoop) -> None:
         self._actor, self._train, self._loop = actor, train, loop
+        self._over: Future[Any] = Future()
+        """Done once the actor ends, whose loop answers no thread after that."""
+        loop.call_soon_threadsafe(lambda: actor.spawn(self._end_with_actor(), name=f"{actor.name}.ranks"))
         self.num_ranks = train.mesh.size
         self._term = 0
         self._members: dict[str, ActorRecord] = {}
@@ -284,8 +288,20 @@ class RankedEngine:
     def _all(self, request_of: Callable[[str], Request[Any]]) -> list[Any]:
         return self._run(self._ask(request_of))
 
-    def _run(self, work: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+    def _run(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
+        """What `work` gives. Raises NotRunning once the actor ends: its process waits for its threads."""
+        running = asyncio.run_coroutine_threadsafe(work, self._loop)
+        wait([running, self._over], return_when=FIRST_COMPLETED)
+        if not running.done():
+            running.cancel()
+            raise NotRunning(f"{self._actor.name} ended before its ranks answered")
+        return running.result()
+
+    async def _end_with_actor(self) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self._over.set_result(None)
 
     async def _ask(self, request_of: Callable[[str], Request[Any]], names: Sequence[str] | None = None) -> list[Any]:
         """The reply of each rank, or of these. Raises what the first of them tells that fails, and RanksLost once one is gone."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 
 import pytest
@@ -12,7 +13,7 @@ from rubato.actors.ranks.head import RankedEngine, RankRaised, RanksLost
 from rubato.actors.ranks.rank import RANK_ENGINES, TrainRank
 from rubato.actors.scripted.rank import ScriptedRank
 from rubato.actors.training.engine import TrainError, image_of
-from rubato.runtime.errors import ExitCode
+from rubato.runtime.errors import ExitCode, NotRunning
 from rubato.runtime.registry import bury
 from tests.simulation.test_weights_across_hosts import Job, Node, Trainer
 from tests.unit.actors.ranks.test_head import OnHost
@@ -150,6 +151,36 @@ async def lost(engine, stage, folder):
     with pytest.raises(RanksLost) as told:
         await asyncio.to_thread(STAGES[stage], engine, folder)
     return str(told.value)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+async def test_a_thread_that_waits_for_ranks_waits_no_longer_than_the_trainer_lives(tmp_path, met, stage):
+    async with job(tmp_path) as made, asyncio.timeout(LONGEST_S):
+        engine = await begun(made, tmp_path)
+        met.stage = stage
+
+        calling = raised(STAGES[stage], engine, tmp_path)
+        await asyncio.to_thread(met.there.wait, LONGEST_S)
+        await kill(made, "trainer-1")
+        told = await asyncio.wrap_future(calling)
+        late = await asyncio.wrap_future(raised(STAGES[stage], engine, tmp_path))
+
+    assert [type(error) for error in (told, late)] == [NotRunning, NotRunning]
+    assert str(told) == "trainer-1 ended before its ranks answered"
+
+
+def raised(call, *given):
+    """What the call raises, in a thread that the test does not wait for."""
+    found = Future()
+
+    def run():
+        try:
+            call(*given)
+        except Exception as error:  # noqa: BLE001 - the test compares it
+            found.set_result(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return found
 
 
 @pytest.mark.parametrize(

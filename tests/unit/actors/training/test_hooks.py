@@ -251,7 +251,7 @@ def test_what_ranks_sent_each_other_in_a_step_is_told_once_it_is_over(intents):
     ],
 )
 def test_ranks_exchange_around_the_ring_of_their_copys_shares_and_around_that_of_the_copies(mesh, ways):
-    engine = RankedEngine(SimpleNamespace(), TrainSection(mesh=mesh), None)
+    engine = RankedEngine(SimpleNamespace(), TrainSection(mesh=mesh), SimpleNamespace(call_soon_threadsafe=lambda begin: None))
     engine._members, engine._exchanged = {str(n + 1): None for n in range(engine.num_ranks)}, (10, 1)
     found = sorted((-size, f"{a}>{b}") for a, b, size in engine.exchanged)
 
