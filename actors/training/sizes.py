@@ -1,5 +1,6 @@
-"""What engines on other hosts than the weights pull of a version, by the last one that travelled."""
+"""What engines on other hosts than the weights pull of a version, by the last ones that travelled."""
 
+from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
@@ -17,15 +18,15 @@ class SizesApart:
 
     def __init__(self, trainer: "Trainer") -> None:
         self._trainer = trainer
-        self._delta_bytes = 0
-        """Of the last version that did not have to travel whole; 0 where it did all the same."""
+        self._travelled: deque[tuple[int, int]] = deque(maxlen=2)
+        """(version, bytes) of the last that did not have to travel whole. Two: nothing changes in a step without gradients, and much in the next."""
 
     def of(self, version: int, published: WeightsPublished, engines: Sequence[str]) -> tuple[Demand, ...]:
         """Of `version`, where `published` is the last: what changed for engines of other hosts, where it travels so, and all for the others."""
-        if published.version % FULL_EVERY:
-            self._delta_bytes = published.delta_bytes
         whole = published.size_bytes
-        travels = self._delta_bytes if self._delta_bytes and version % FULL_EVERY else whole
+        if published.version % FULL_EVERY and published.version not in dict(self._travelled):
+            self._travelled.append((published.version, published.delta_bytes or whole))
+        travels = max((size for _, size in self._travelled), default=whole) if version % FULL_EVERY else whole
         return tuple(
             (source, engine, round(share * (whole if self._node(engine) == node else travels)))
             for source, node, share in self._sources()

@@ -212,6 +212,18 @@ def test_a_version_of_which_much_changed_is_told_whole_again(intents):
     intents(play)
 
 
+def test_a_version_in_which_nothing_changed_does_not_make_the_next_small(intents):
+    async def play(hook, told):
+        out = hook.trainer.out
+        for version, delta in ((1, 900), (2, 18), (3, 0), (4, 18)):
+            out.published = WeightsPublished(version, 1, "", 1000, delta_bytes=delta)
+            await hook.before_publish(version + 1)
+
+        assert [each.traffic[1][2] for each in told] == [900, 900, 1000, 1000]
+
+    intents(play)
+
+
 def test_weights_that_ranks_of_several_hosts_have_written_come_from_the_first_of_each(intents):
     shares = [
         HostShare(node, n, {f"trainer_rank-{n}": 0}, 0, num_bytes) for n, (node, num_bytes) in enumerate((("node-1", 3), ("node-2", 1)), 1)
