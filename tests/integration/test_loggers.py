@@ -40,8 +40,8 @@ def test_a_run_is_logged_offline_and_trains_on_beside_a_logger_that_raises(place
     assert "mine.py:Raises failed and gets no more rows: RuntimeError: the tracker is away" in said
     steps = [json.loads(line)["step"] for line in (place / "run" / "metrics.jsonl").read_text().splitlines()]
     assert steps == [1, 2, 3]
-    assert list((place / "run" / "wandb").glob("offline-run-*/*.wandb"))
-    assert list((place / "run" / "tensorboard").glob("events.*"))
+    assert list((place / "run" / "wandb").glob("offline-run-*/*.wandb")), said
+    assert list((place / "run" / "tensorboard").glob("events.*")), said
     assert "failed" not in said.replace("mine.py:Raises failed", "")
 
 
