@@ -50,8 +50,7 @@ class FrozenLakeText:
         word = _WORD.search(action)
         if word is None:
             return self._views[self._at], 0.0, False, False, {"invalid": True}
-        # No move slips: a move has one outcome, which gymnasium's own step would draw at ten times the cost.
-        ((_, self._at, reward, terminated),) = self._moves[self._at][ACTIONS[word.group().lower()]]
+        self._at, reward, terminated = self._moves[self._at][ACTIONS[word.group().lower()]]
         return self._views[self._at], float(reward), terminated, False, {}
 
     def close(self) -> None:
@@ -87,13 +86,16 @@ def _has_path(rows: tuple[str, ...]) -> bool:
     return (size - 1, size - 1) in seen
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(256)  # some 4 kB each: rollouts of a group play the same one
 def _lake(seed: int, size: int, p: float, split: str) -> tuple[Any, tuple[str, ...]]:
-    """The map of a seed, ready to play: gymnasium's outcomes of each move in each state, and what the player sees there."""
+    """The map of a seed, ready to play: gymnasium's outcome of each move in each state, and what the player sees there."""
     from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv
 
     rows = draw_map(seed, size=size, p=p, split=split)
     cells = "".join(rows).replace("S", "F")
     marked = (cells[:at] + "P" + cells[at + 1 :] for at in range(size * size))
     views = tuple("\n".join(view[i : i + size] for i in range(0, size * size, size)) for view in marked)
-    return FrozenLakeEnv(desc=list(rows), is_slippery=False).P, views
+    table, once = FrozenLakeEnv(desc=list(rows), is_slippery=False).P, dict[Any, Any]()
+    # No move slips: each has one outcome, which gymnasium's own step would draw at ten times the cost. Equal ones are kept once.
+    outcomes = ([tuple(outcome[1:]) for (outcome,) in table[cell].values()] for cell in range(size * size))
+    return tuple(tuple(once.setdefault(each, each) for each in of_cell) for of_cell in outcomes), views

@@ -1,6 +1,8 @@
 """The lake as text: maps, splits, moves."""
 
+import gc
 import random
+import tracemalloc
 
 import pytest
 from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv
@@ -118,3 +120,17 @@ def test_moves_rewards_and_ends_are_gymnasiums():
             state, expected, over, _, _ = twin.step(ACTIONS[word])
             assert (reward, ended, truncated) == (expected, over, False)
             assert view.replace("\n", "").index("P") == state
+
+
+def test_maps_that_are_kept_ready_take_no_more_memory_however_many_were_played():
+    lake, used = FrozenLakeText(), list[int]()
+    tracemalloc.start()
+    for seed in range(6 * 256):
+        lake.reset(seed=seed)
+        if (seed + 1) % (2 * 256) == 0:
+            gc.collect()  # gymnasium's own environment refers to itself
+            used.append(tracemalloc.get_traced_memory()[0])
+    tracemalloc.stop()
+
+    assert used[0] < 256 * 6000
+    assert used[2] < 1.1 * used[0]
