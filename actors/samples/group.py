@@ -389,6 +389,11 @@ class Group(msgspec.Struct, array_like=True):
         """How all members end once its step is committed, in order."""
         return [self._end_of(i, m.fate or self.verdict, epoch) for i, m in enumerate(self.members)]
 
+    def remembered(self) -> "Group":
+        """What is left of an ended group for those that report on it again: which attempts ended, and how. No figures of theirs."""
+        known = [(m, UNKNOWN if m.outcome == UNKNOWN else NOTHING) for m in self.members]
+        return msgspec.structs.replace(self, members=[Member(m.state, m.attempt, fate=m.fate, outcome=left) for m, left in known])
+
     def _end(self, fate: str, epoch: int = 0) -> list[SampleEnd]:
         ends = [self._end_of(i, fate, epoch) for i, m in enumerate(self.members) if m.state != "failed"]
         self.state = "ended"

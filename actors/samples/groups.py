@@ -31,7 +31,7 @@ ROUNDS_KEPT = 8
 
 ENDED_KEPT = 32_768
 """Samples whose end is remembered, whole groups of them, for puts that come again; older ones get `superseded`, which also means: forget it.
-One takes some 700 bytes of the buffer's memory."""
+One takes some 300 bytes of the buffer's memory."""
 
 
 class Groups:
@@ -633,7 +633,7 @@ class Groups:
         self._release(group)
         self.changes.payloads |= dict.fromkeys(group.inline)
         self._num_ended += len(group.members) if group.id not in self._ended else 0
-        self._ended[group.id] = group
+        self._ended[group.id] = group.remembered()
         while self._num_ended > ENDED_KEPT and len(self._ended) > 1:
             self._num_ended -= len(self._ended.popitem(last=False)[1].members)
         self._note(ends)

@@ -363,6 +363,20 @@ def test_only_the_newest_ended_groups_are_remembered(groups, monkeypatch):
     assert groups.settled_fate(last) == "unused"
 
 
+def test_an_ended_group_is_remembered_without_the_figures_of_its_samples(groups):
+    tickets = issue(groups)[: groups.limits.group_size]
+    name = tickets[0].group_id
+    for at, ticket in enumerate(tickets):
+        groups.score(ticket.trajectory_id, Outcome(ticket.version, float(at), 5, 1, 2.0, ("stop",), scores={"env": 1.0}), b"payload")
+    bind(groups, 1)
+    groups.advance(1)
+    groups.commit(1, 1)
+
+    assert [end.outcome.scores for end in groups.changes.ends if end.group_id == name] == [{"env": 1.0}] * len(tickets)
+    assert [member.outcome for member in groups.ended(name).members] == [NOTHING] * len(tickets)
+    assert [groups.settled_fate(ticket) for ticket in tickets] == [""] * len(tickets)
+
+
 # -- what a restart and a checkpoint bring -------------------------------------------------------------------------
 
 
