@@ -22,8 +22,11 @@ from rubato.actors.messages.generation import Tokens, VersionSpan
 from rubato.actors.messages.samples import Segment
 from rubato.bus.message import well_formed
 
-CACHED = 4096
-"""Texts whose tokens are kept: environments repeat themselves, and tokenising is the dearest part of a turn."""
+CACHED = 1024
+"""Texts whose tokens are kept: rollouts of a group see the same, and tokenising is the dearest part of a turn."""
+
+LONG, LONG_CACHED = 1024, 64
+"""From this length on a text is long: of these fewer are kept, since they are as large as they are, and seldom come again."""
 
 TOKEN_BYTES = 4
 """Both an int32 id and a float32 log-probability."""
@@ -269,9 +272,9 @@ class ChatRenderer:
         self._guarded_given.cache_clear()  # the marks are known by now
         self.stop_strings = self._tokenizer.stop_at(stop, end)
         self.stop_token_ids = self._tokenizer.stop_ids
-        self._opening = lru_cache(cached)(self._render_opening)
-        self._follow_up = lru_cache(cached)(self._render_follow_up)
-        self._decoded = lru_cache(cached)(self._tokenizer.decode)
+        self._opening = remembering(self._render_opening, cached)
+        self._follow_up = remembering(self._render_follow_up, cached)
+        self._decoded = remembering(self._tokenizer.decode, cached)
 
     def opening(self, observation: Observation) -> bytes:
         """Token ids of the first prompt: system prompt, the observation, and the start of the model's turn."""
@@ -559,6 +562,12 @@ def observation_key(observation: Observation) -> Key:
         return True, well_formed(_to_json(observation))
     except (TypeError, ValueError, RecursionError) as error:
         raise RenderError(f"chat messages that can't be rendered: {error}") from error
+
+
+def remembering(work: Callable[..., Any], cached: int) -> Callable[..., Any]:
+    """`work`, whose first argument is an observation's key, or ids. Its newest results are kept: `cached` of them, of long ones fewer."""
+    kept = [lru_cache(most)(work) for most in (cached, min(cached, LONG_CACHED))]
+    return lambda first, *rest: kept[len(first[1] if isinstance(first, tuple) else first) >= LONG](first, *rest)
 
 
 def as_messages(key: Key, forms: Forms = PLAIN) -> list[Any]:

@@ -5,12 +5,12 @@ import json
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple, get_args
 
-from rubato.actors.envs.chat import CACHED, Key, TextTokenizer, Transcript, as_messages, as_plain, observation_key, unused
+from rubato.actors.envs.chat import CACHED, Key, TextTokenizer, Transcript, as_messages, as_plain, observation_key, remembering, unused
 from rubato.actors.envs.environment import Observation
 from rubato.actors.envs.templates import Forms, RenderError
 from rubato.bus.message import well_formed
@@ -64,7 +64,7 @@ class NamedRenderer:
         self.stop_strings = self._tokenizer.stop_at(stop, None)
         self.stop_token_ids = self._tokenizer.stop_ids
         self._learn_marks()
-        self._opening = lru_cache(cached)(self._render_opening)
+        self._opening = remembering(self._render_opening, cached)
 
     def opening(self, observation: Observation) -> bytes:
         """As ChatRenderer.opening."""

@@ -5,7 +5,7 @@ from array import array
 
 import pytest
 
-from rubato.actors.envs.chat import ChatRenderer
+from rubato.actors.envs.chat import LONG, LONG_CACHED, ChatRenderer, remembering
 from rubato.actors.envs.manager import EnvManager
 from rubato.runtime.errors import ConfigError
 
@@ -130,5 +130,17 @@ def test_a_damaged_file_of_a_model_is_named(name, content, sentence, tmp_path, w
 def test_a_renderer_that_keeps_nothing_renders_the_same(model_folder):
     keeps, forgets = ChatRenderer(model_folder), ChatRenderer(model_folder, cached=0)
 
-    assert forgets.opening("one") == keeps.opening("one")
-    assert (forgets._opening.cache_info().currsize, keeps._opening.cache_info().currsize) == (0, 1)
+    assert forgets.opening("one") == keeps.opening("one") == keeps.opening("one")
+
+
+@pytest.mark.parametrize(("length", "kept"), [(LONG - 1, 100), (LONG, LONG_CACHED)])
+def test_of_long_texts_fewer_are_remembered(length, kept):
+    made = []
+    work = remembering(lambda text: made.append(text) or len(text), 100)
+    texts = [f"{n:05d}".ljust(length) for n in range(kept)]
+
+    assert [work(text) for text in texts + texts] == [length] * 2 * kept
+    assert made == texts
+    work("one more".ljust(length))
+    work(texts[0])
+    assert made == [*texts, "one more".ljust(length), texts[0]]
