@@ -17,6 +17,9 @@ from rubato.actors.training.engine import StepResult, TrainError
 
 STATE = "scripted.json"
 
+CHUNK = 64 * 1024
+"""Bytes of weights that are made at a time: a copy of all would leave a hole of its size in the heap."""
+
 
 class _State(msgspec.Struct):
     step: int
@@ -65,7 +68,9 @@ class ScriptedTrainEngine:
         """Every byte is another one than a step before, so that no delta is smaller than the whole."""
         flipped = bytes(byte ^ self._state.step % 256 for byte in range(256))
         memory[: len(self._head)] = self._head
-        memory[len(self._head) :] = self._content.translate(flipped)
+        for at in range(0, len(self._content), CHUNK):
+            chunk = self._content[at : at + CHUNK].translate(flipped)
+            memory[len(self._head) + at : len(self._head) + at + len(chunk)] = chunk
         return _nothing
 
     def sleep(self) -> None:
