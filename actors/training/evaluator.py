@@ -98,7 +98,10 @@ class StoredWeights:
     """The weights of a model folder, in whichever files they are, as Publisher takes them: one safetensors image."""
 
     def __init__(self, folder: Path, base: Path) -> None:
-        """The image of an adapter over `base` names that model, also where another program wrote it. Reads headers alone. Raises ValueError, one sentence. Blocks."""
+        """The image of an adapter over `base` names that model, also where another program wrote it. Blocks.
+
+        Reads headers alone. Raises ValueError, one sentence.
+        """
         if (folder / ADAPTER_CONFIG).exists():
             config, image = shapes.read_adapter(folder)
             images, told = {str(folder): image}, dict[str, str]()
