@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from tools.failover_bed import free_ports
+
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "salloc", "scancel", "scontrol", "squeue", "sinfo")
 """Of the packages munge, slurmctld, slurmd and slurm-client."""
 
@@ -71,7 +73,7 @@ class SlurmCluster:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "SBATCH", "SALLOC"))}
         self.environment = {**kept, "PATH": _path(), "SLURM_CONF": str(folder / "slurm.conf")}
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
-        ports = _free_ports(1 + len(nodes))
+        ports = free_ports(1 + len(nodes))
         lines = [
             f"NodeName={name} NodeHostname={socket.gethostname()} NodeAddr=127.0.0.1 Port={port} CPUs=2 RealMemory=2000 State=UNKNOWN {has}"
             for (name, has), port in zip(nodes.items(), ports[1:], strict=True)
@@ -189,16 +191,6 @@ class SlurmCluster:
             with suppress(OSError):
                 if Path(os.readlink(entry)).is_relative_to(self.folder):
                     os.kill(int(entry.parent.name), signal.SIGKILL)
-
-
-def _free_ports(num: int) -> list[int]:
-    with_sockets = [socket.socket() for _ in range(num)]
-    for each in with_sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [each.getsockname()[1] for each in with_sockets]
-    for each in with_sockets:
-        each.close()
-    return ports
 
 
 @contextmanager

@@ -19,7 +19,7 @@ SERVICE = "state"
 LOOK_S = 0.05
 """No server tells another process when it becomes what is waited for."""
 PATIENCE_S = 60.0
-FIRST_PORT, PORTS = 20000, 12000
+FIRST_PORT, PORTS = 10000, 12000
 
 SERVER = """\
 port {port}
@@ -206,7 +206,7 @@ async def failover_bed(folder: Path, program: Path, **options: Any) -> AsyncGene
 
 
 def free_ports(count: int) -> Sequence[int]:
-    """Below those that the system gives to connections, which could take one before its server does."""
+    """Below those that the system gives to connections, which could take one before its server does; so is a cluster node's second, 10000 on."""
     found = list[int]()
     while len(found) < count:
         with suppress(OSError), socket.create_server(("127.0.0.1", FIRST_PORT + secrets.randbelow(PORTS))) as probe:

@@ -348,7 +348,8 @@ async def said(place: Path, sentence: str) -> bool:
 async def test_a_launch_refuses_what_would_not_hold_in_a_sentence(tmp_path):
     program = find_server()
     (port,) = free_ports(1)
-    cluster = Node(program, tmp_path / "cluster", port, f"port {port}\nbind 127.0.0.1\ncluster-enabled yes\n")
+    folder = tmp_path / "cluster"
+    cluster = Node(program, folder, port, f'port {port}\nbind 127.0.0.1\nlogfile "{folder}/log"\ncluster-enabled yes\n')
     (tmp_path / "small.yaml").write_text(SMALL)
     write_model(tmp_path / "model")
     try:
