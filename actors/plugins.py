@@ -139,7 +139,9 @@ def weights_sender(config: Any) -> str:
 def roles_of_trainer(tree: Mapping[str, Any]) -> Mapping[str, Any]:
     """Those that a trainer needs beside it, by the unchecked config: a section of `actors` each."""
     train = tree.get("train")
-    return load("rubato.actors.ranks.rank:roles_of_mesh")(tree) if isinstance(train, dict) and train.get("mesh") else {}
+    mesh = train.get("mesh") if isinstance(train, dict) else None
+    several = isinstance(mesh, dict) and any(mesh.get(key, 1) != 1 for key in ("replicate", "shard"))
+    return load("rubato.actors.ranks.rank:roles_of_mesh")(tree) if several else {}
 
 
 def lease_path(config: Any) -> str:

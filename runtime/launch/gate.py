@@ -7,8 +7,8 @@ sender has at most `WINDOW_BYTES` of a stream unacknowledged, so neither side ho
 import asyncio
 import itertools
 from collections.abc import Awaitable, Callable
-from contextlib import closing, suppress
 from pathlib import Path
+from typing import cast
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
 import msgspec
@@ -31,7 +31,8 @@ MAX_STREAMS = 4096
 """Of all hosts together: some 80 connections per process that joined. Further ones are ended at once, and tried again."""
 
 Key = tuple[Peer, int]
-Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+Connect = Callable[[Callable[[], asyncio.Protocol]], Awaitable[object]]
+"""Opens a connection to the server for the protocol that it makes. Raises OSError where there is none."""
 
 
 class GateFrame(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -64,75 +65,99 @@ _TAG = GateFrame.__name__
 _decode = msgspec.msgpack.Decoder(StreamBegun | StreamData | StreamTaken | StreamEnded).decode
 
 
-class GateStream:
-    """One end of one connection: what the local socket says goes to the peer, and the other way round."""
+class GateStream(asyncio.Protocol):
+    """One end of one connection, until `over` is called: what its socket says goes to the peer, and the other way round."""
 
-    def __init__(self, transport: Transport, key: Key) -> None:
+    def __init__(self, transport: Transport, key: Key, over: Callable[[Key], None]) -> None:
         self._transport = transport
-        self._peer, self._number = key
-        self._inbox: asyncio.Queue[bytes] = asyncio.Queue(WINDOW_BYTES)
+        self._key = key
+        self._over = over
+        self._socket: asyncio.Transport | None = None
+        self._is_over = False
+        self._is_full = False
+        """The socket's buffer: what goes into it now is not acknowledged yet."""
+        self._early: list[bytes] = []
+        """What arrived before there was a socket."""
         self._held = 0
+        """Bytes that arrived and are not acknowledged."""
         self._window = WINDOW_BYTES
-        self._acked = asyncio.Event()
-        self._over = asyncio.Event()
-
-    async def run(self, ends: Awaitable[Ends]) -> None:
-        """Carry bytes until either side ends the connection, or there is none."""
-        try:
-            with suppress(OSError):
-                reader, writer = await ends
-                with closing(writer):
-                    async with asyncio.TaskGroup() as tasks:
-                        pumps = [tasks.create_task(self._send(reader)), tasks.create_task(self._receive(writer))]
-                        await self._over.wait()
-                        for pump in pumps:
-                            pump.cancel()
-        finally:
-            self.post(StreamEnded(self._number))
+        self._unsent = bytearray()
+        """What the socket said beyond the window; it is not read meanwhile."""
 
     def arrived(self, frame: GateFrame) -> None:
         """What the peer says about this stream. More than its window allows ends it."""
         match frame:
             case StreamTaken():
                 self._window += max(0, frame.size_bytes)
-                self._acked.set()
+                self._send()
+                if self._socket is not None and not self._unsent:
+                    self._socket.resume_reading()
             case StreamData() if frame.data and self._held + len(frame.data) <= WINDOW_BYTES:
                 self._held += len(frame.data)
-                self._inbox.put_nowait(frame.data)
+                if self._socket is None:
+                    self._early.append(frame.data)
+                    return
+                self._socket.write(frame.data)
+                self._acknowledge()
             case _:
                 self.end()
 
     def end(self) -> None:
-        self._over.set()
+        """Close the socket, which still takes what was written to it, and tell the peer."""
+        if self._is_over:
+            return
+        self._is_over = True
+        if self._socket is not None:
+            self._socket.close()
+        self.post(StreamEnded(self._key[1]))
+        self._over(self._key)
 
     def post(self, frame: GateFrame) -> None:
         """Tell the peer."""
         body = msgspec.Raw(msgspec.msgpack.encode(frame))
-        self._transport.post(self._peer, Envelope.tell("gate", 0, _TAG, b"", body, ""))
+        self._transport.post(self._key[0], Envelope.tell("gate", 0, _TAG, b"", body, ""))
 
-    async def _send(self, reader: asyncio.StreamReader) -> None:
-        with suppress(OSError):
-            while data := await reader.read(PIECE_BYTES):
-                while self._window < len(data):
-                    self._acked.clear()
-                    await self._acked.wait()
-                self._window -= len(data)
-                self.post(StreamData(self._number, data))
+    # -- what the socket says ----------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._socket = cast("asyncio.Transport", transport)
+        if self._is_over:
+            self._socket.abort()
+            return
+        self._socket.writelines(self._early)
+        self._early.clear()
+        self._acknowledge()
+
+    def data_received(self, data: bytes) -> None:
+        self._unsent += data
+        self._send()
+        if self._socket is not None and self._unsent:
+            self._socket.pause_reading()
+
+    def pause_writing(self) -> None:
+        self._is_full = True
+
+    def resume_writing(self) -> None:
+        self._is_full = False
+        self._acknowledge()
+
+    def connection_lost(self, exc: Exception | None) -> None:
         self.end()
 
-    async def _receive(self, writer: asyncio.StreamWriter) -> None:
-        taken = 0
-        with suppress(OSError):
-            while True:
-                data = await self._inbox.get()
-                writer.write(data)
-                await writer.drain()
-                self._held -= len(data)
-                taken += len(data)
-                if taken >= ACK_BYTES:
-                    self.post(StreamTaken(self._number, taken))
-                    taken = 0
-        self.end()
+    def _send(self) -> None:
+        """As much as the window allows."""
+        sent = 0
+        while sent < len(self._unsent) and self._window:
+            piece = bytes(self._unsent[sent : sent + min(PIECE_BYTES, self._window)])
+            self._window -= len(piece)
+            sent += len(piece)
+            self.post(StreamData(self._key[1], piece))
+        del self._unsent[:sent]
+
+    def _acknowledge(self) -> None:
+        if self._held >= ACK_BYTES and not self._is_full:
+            self.post(StreamTaken(self._key[1], self._held))
+            self._held = 0
 
 
 class Gate:
@@ -153,20 +178,14 @@ class Gate:
         await self._transport.start(self._arrived, self._down)
 
     async def close(self) -> None:
-        for stream in self._streams.values():
+        for stream in list(self._streams.values()):
             stream.end()
         await self._transport.close()
 
     def begin(self, key: Key) -> GateStream:
-        """Listed at once, so that nothing that arrives for it is lost; `carry` takes it off."""
-        stream = self._streams[key] = GateStream(self._transport, key)
+        """Listed at once, so that nothing that arrives for it is lost, and until it is over."""
+        stream = self._streams[key] = GateStream(self._transport, key, self._streams.__delitem__)
         return stream
-
-    async def carry(self, key: Key, stream: GateStream, ends: Awaitable[Ends]) -> None:
-        try:
-            await stream.run(ends)
-        finally:
-            del self._streams[key]
 
     def asked(self, key: Key) -> None:
         """The peer begins a stream; only the first host is asked that."""
@@ -188,7 +207,7 @@ class Gate:
 
     def _down(self, peer: Peer, reason: str, _refusal: str = "") -> None:
         self._log.info("gate_link_down", reason=reason)
-        for key, stream in self._streams.items():
+        for key, stream in list(self._streams.items()):
             if key[0] == peer:
                 stream.end()
 
@@ -196,17 +215,22 @@ class Gate:
 class GateServer(Gate):
     """On the first host, bound to a tcp address with keys: leads to what `connect` opens, the Store's server on this host."""
 
-    def __init__(self, run_id: str, address: str, keys: Keys, connect: Callable[[], Awaitable[Ends]], tasks: asyncio.TaskGroup) -> None:
+    def __init__(self, run_id: str, address: str, keys: Keys, connect: Connect, tasks: asyncio.TaskGroup) -> None:
         super().__init__(ZmqTransport(Identity(run_id, "gate", 1), address, keys=keys))
         self._connect = connect
         self._tasks = tasks
 
     def asked(self, key: Key) -> None:
-        if len(self._streams) >= MAX_STREAMS:
-            GateStream(self._transport, key).post(StreamEnded(key[1]))
-            return
-        stream = self.begin(key)
-        self._tasks.create_task(self.carry(key, stream, self._connect()), name=f"gate.{key[1]}")
+        if len(self._streams) < MAX_STREAMS:
+            self._tasks.create_task(self._lead(self.begin(key)), name=f"gate.{key[1]}")
+        else:
+            GateStream(self._transport, key, lambda _: None).end()
+
+    async def _lead(self, stream: GateStream) -> None:
+        try:
+            await self._connect(lambda: stream)
+        except OSError:
+            stream.end()
 
 
 class GateClient(Gate):
@@ -221,7 +245,7 @@ class GateClient(Gate):
 
     async def start(self) -> None:
         await super().start()
-        self._listener = await asyncio.start_unix_server(self._accepted, self._path)
+        self._listener = await asyncio.get_running_loop().create_unix_server(self._accepted, self._path)
         self._path.chmod(0o600)
 
     async def close(self) -> None:
@@ -229,18 +253,13 @@ class GateClient(Gate):
             self._listener.close()
         await super().close()
 
-    async def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        key = (self._gate, next(self._numbers))
-        stream = self.begin(key)
+    def _accepted(self) -> GateStream:
+        stream = self.begin(key := (self._gate, next(self._numbers)))
         stream.post(StreamBegun(key[1]))
-        await self.carry(key, stream, _ready(reader, writer))
+        return stream
 
 
-async def _ready(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Ends:
-    return reader, writer
-
-
-def way_to(state_url: str) -> Callable[[], Awaitable[Ends]] | None:
+def way_to(state_url: str) -> Connect | None:
     """How to connect to a server that only its own host reaches; None for one that other hosts reach by `state_url` itself."""
     if state_url.startswith(SENTINELS):
         from rubato.runtime.store.sentinel import way_to_master  # of no use to most
@@ -248,9 +267,11 @@ def way_to(state_url: str) -> Callable[[], Awaitable[Ends]] | None:
         return way_to_master(state_url)
     parts = urlsplit(state_url)
     if parts.scheme == "unix":
-        return lambda: asyncio.open_unix_connection(parts.path)
+        return lambda protocol: asyncio.get_running_loop().create_unix_connection(protocol, parts.path)
     if parts.scheme == "redis" and is_loopback(parts.hostname or "localhost"):
-        return lambda: asyncio.open_connection(parts.hostname or "localhost", parts.port or REDIS_PORT)
+        return lambda protocol: asyncio.get_running_loop().create_connection(
+            protocol, parts.hostname or "localhost", parts.port or REDIS_PORT
+        )
     return None
 
 

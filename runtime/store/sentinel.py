@@ -48,7 +48,7 @@ CERT_REQS = ("none", "optional", "required")
 """What may stand behind the `?`; what is of TLS with rediss+sentinel:// alone."""
 
 Told = Callable[[str, str], None]
-Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+Connect = Callable[[Callable[[], asyncio.Protocol]], Awaitable[object]]
 
 
 class SentinelUrl(NamedTuple):
@@ -193,7 +193,7 @@ async def watch(url: str, told: Told) -> None:
         await asyncio.sleep(AGAIN_S)
 
 
-def way_to_master(url: str) -> Callable[[], Awaitable[Ends]] | None:
+def way_to_master(url: str) -> Connect | None:
     """How to connect to the master where only this host reaches the sentinels; connections to the master before are closed then."""
     where = parse(url)
     if not all(is_loopback(host) for host, _ in where.hosts) or where.sentinel.get("ssl"):
@@ -206,9 +206,9 @@ class _Way:
         self._sentinels = sentinels
         self._asking = asyncio.Lock()
         self._master: tuple[str, int] | None = None
-        self._open: list[asyncio.StreamWriter] = []
+        self._open: list[asyncio.Transport] = []
 
-    async def connect(self) -> Ends:
+    async def connect(self, protocol: Callable[[], asyncio.Protocol]) -> None:
         """Raises OSError where there is no master."""
         async with self._asking:
             try:
@@ -218,11 +218,10 @@ class _Way:
             if master != self._master:
                 self._close_all()
                 self._master = master
-        reader, writer = await asyncio.open_connection(*master)
-        self._open = [*(each for each in self._open if not each.is_closing()), writer]
-        return reader, writer
+        transport, _ = await asyncio.get_running_loop().create_connection(protocol, *master)
+        self._open = [*(each for each in self._open if not each.is_closing()), transport]
 
     def _close_all(self) -> None:
-        for writer in self._open:
-            writer.close()
+        for each in self._open:
+            each.close()
         self._open = []

@@ -209,22 +209,33 @@ async def listens(bed: FailoverBed) -> bool:
     return any([await each.admin.client_list(_type="pubsub") for each in bed.sentinels])
 
 
+class Said(asyncio.StreamReaderProtocol):
+    def __init__(self) -> None:
+        self.reader = asyncio.StreamReader()
+        super().__init__(self.reader)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self.socket = transport
+
+
 async def test_the_gate_leads_to_the_master_and_drops_its_ways_to_the_one_before(bed):
     connect = sentinel.way_to_master(bed.url)
     assert connect is not None
     before = await bed.master()
-    reader, writer = await connect()
-    writer.write(b"PING\r\n")
-    first = await reader.readline()
+    protocol, later = Said(), Said()
+    await connect(lambda: protocol)
+    protocol.socket.write(b"PING\r\n")
+    first = await protocol.reader.readline()
     before.send(signal.SIGSTOP)
     now = await bed.switched(before)
-    _, other = await connect()
+    await connect(lambda: later)
     before.send(signal.SIGCONT)
 
     assert first == b"+PONG\r\n"
-    assert await reader.read() == b""
-    assert other.get_extra_info("peername")[1] == now.port
-    other.close()
+    assert await protocol.reader.read() == b""
+    assert later.socket.get_extra_info("peername")[1] == now.port
+    later.socket.close()
 
 
 # -- what is wrong is told in a sentence ---------------------------------------------------------------------------

@@ -35,7 +35,9 @@ NICE = 5
 def warm_up(config: Path) -> None:
     """Import what hosts of a run of this config will. No thread may come of it, since there are forks to be."""
     os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"))
-    schema_of(load(config))
+    loaded = load(config)
+    schema_of(loaded)
+    _ = loaded.brought_by
     for module in ("uvloop", "numpy", "jinja2.sandbox", "tokenizers", "rubato.actors.scripted.engine", "rubato.runtime.observe.tap"):
         import_module(module)
 
