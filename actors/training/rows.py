@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import socket
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -191,10 +190,9 @@ def _weights_metrics(told: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return row | ({"weights/hidden_frac": max(0.0, min(hidden))} if hidden else {})
 
 
-def cpu_used(records: Sequence[ActorRecord]) -> dict[str, float]:
-    """`cpu/<actor>` of all actors on this host, `cpu/host` of whatever runs there: CPU seconds so far. `cpu/cores` of it. Blocking."""
-    host = socket.gethostname()
-    used = cpu_seconds({record.name: record.pid for record in records if record.host == host and record.pid})
+def cpu_used(records: Sequence[ActorRecord], node: str) -> dict[str, float]:
+    """`cpu/<actor>` of all actors on the host of `node`, this one, `cpu/host` of whatever runs there: CPU seconds so far. `cpu/cores` of it. Blocking."""
+    used = cpu_seconds({record.name: record.pid for record in records if record.node == node and record.pid})
     busy = busy_seconds()
     row = {f"cpu/{name}": seconds for name, seconds in used.items()}
     return row if busy is None else row | {"cpu/host": busy, "cpu/cores": float(os.cpu_count() or 1)}

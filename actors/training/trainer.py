@@ -279,7 +279,7 @@ class Trainer(Actor):
         if self._policy.alpha >= 0:
             own["staleness/alpha"] = self._policy.alpha
         others = await list_actors(self.store)
-        used = {} if _virtual() else await self.offload(cpu_used, others)
+        used = {} if _virtual() else await self.offload(cpu_used, others, self.node)
         told = (step, result, groups, times, own, others, used)
         row = await self.on_disk(self.run.folder, self._rows.append_step, *told)
         self.progress(step, row)

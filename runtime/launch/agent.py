@@ -48,6 +48,8 @@ GUESTS_S = 0.5
 """For guests to leave a job that is over."""
 LOOK_S = 1.0
 """As often as actors publish their figures."""
+MANY, MOST_LEFT_OUT = 64, 2
+"""For so many actors each, up to so many, one look at the job is left out before the next: it costs as much as there are actors."""
 
 RESTARTS = "restarts/"
 """How the metric of an actor's restarts begins."""
@@ -330,14 +332,16 @@ class NodeAgent(HostBlobs):
 
     async def _watch_job(self) -> None:
         """Look at the processes of this host; on the first one, and where its figures are asked for, at the job."""
-        full = ""
+        full, left = "", 0
         while True:
             await asyncio.sleep(LOOK_S)
             for name in self.host.names():
                 self._watch.stopped(name, now=self.host.is_stopped(name))
+            left -= 1
             # If each host looked at all actors, the Store's work would grow with the square of the hosts.
-            if self.name == NODE or self.job.host.listen:
+            if left < 0 and (self.name == NODE or self.job.host.listen):
                 full = await self._look(full)
+                left = min(MOST_LEFT_OUT, len(self.seen.actors) // MANY)
 
     async def _look(self, full: str) -> str:
         """Tell of each stage that is blocked for `run.watch_s`, once until it moves, and of a Store without room, where it was `full` before.

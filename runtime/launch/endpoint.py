@@ -113,7 +113,12 @@ class Endpoint:
         told = Exposition(run=agent.run.id.rpartition("-")[0] or agent.run.id)
         told.add("rubato_redis_up", "gauge", f"Whether the run's Redis answered within {STORE_S:g} s.", [({}, age_s <= STORE_S)])
         if math.isfinite(age_s):
-            told.add("rubato_redis_answer_age_seconds", "gauge", "Since it answered last; asked each second.", [({}, age_s)])
+            told.add(
+                "rubato_redis_answer_age_seconds",
+                "gauge",
+                "Since it answered last; asked each second, in a run of many actors each third.",
+                [({}, age_s)],
+            )
         if agent.name == NODE:
             reached = agent.hosts.in_reach()
             told.add("rubato_hosts", "gauge", "Hosts in reach, this one included.", [({}, sum(reached.values()))])

@@ -11,6 +11,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Container, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 import msgspec
@@ -273,8 +274,8 @@ class _Stage:
         """Waits that ended since then, as a mean over the time between."""
         if len(self.ended) == KEPT:
             since = max(since, self.ended[0][1])
-        spent = sum(end - max(begin, since) for begin, end in self.ended if end > since)
-        return spent / max(now - since, 1e-9)
+        lately = takewhile(lambda wait: wait[1] > since, reversed(self.ended))
+        return sum(end - max(begin, since) for begin, end in lately) / max(now - since, 1e-9)
 
 
 @dataclass(slots=True, eq=False)

@@ -206,7 +206,7 @@ def record(name, **fields) -> ActorRecord:
 
 
 def test_cpu_seconds_are_of_this_host_alone():
-    used = cpu_used([record("engine-1"), record("engine-2", host="elsewhere")])
+    used = cpu_used([record("engine-1"), record("engine-2", node="node-2")], "node-1")
 
     assert used["cpu/engine-1"] > 0
     assert "cpu/engine-2" not in used
