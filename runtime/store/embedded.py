@@ -48,6 +48,7 @@ save ""
 appendonly yes
 appendfsync {durability}
 aof-load-truncated yes
+auto-aof-rewrite-min-size 16mb
 maxmemory-policy noeviction
 """
 

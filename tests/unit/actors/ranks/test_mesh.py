@@ -2,6 +2,8 @@
 
 import pytest
 
+from rubato.actors import plugins
+from rubato.actors.plugins import load as load_plugin
 from rubato.actors.ranks.rank import TrainRank
 from rubato.runtime.config.compose import from_mapping, load
 from rubato.runtime.config.yaml_core import read_yaml
@@ -26,9 +28,14 @@ def test_a_mesh_brings_its_ranks(config, overrides, count):
     assert job.members("trainer_rank") == ("",) * count
 
 
-def test_without_a_mesh_there_is_no_rank_and_nothing_of_them_is_imported(config):
+def test_without_a_mesh_there_is_no_rank_and_nothing_of_them_is_imported(config, tmp_path, monkeypatch):
+    """Nor where all defaults are written, as in what a host that joins gets."""
+    monkeypatch.setattr(plugins, "load", lambda path: pytest.fail(f"{path} was imported") if "ranks" in path else load_plugin(path))
+    (tmp_path / "whole.yaml").write_text(config().dump())
+
     assert "trainer_rank" not in config().actors
     assert "trainer_rank" not in config("train.mesh={replicate: 1, shard: 1}").actors
+    assert "trainer_rank" not in load(tmp_path / "whole.yaml").actors
 
 
 def test_a_rank_may_be_lost_as_often_as_the_whole_unit_may(config):
