@@ -66,7 +66,7 @@ _decode = msgspec.msgpack.Decoder(StreamBegun | StreamData | StreamTaken | Strea
 
 
 class GateStream(asyncio.Protocol):
-    """One end of one connection, until `over` is called: what its socket says goes to the peer, and the other way round."""
+    """One end of one connection: what its socket says goes to the peer, and the other way round. Calls `over` once the socket is closed."""
 
     def __init__(self, transport: Transport, key: Key, over: Callable[[Key], None]) -> None:
         self._transport = transport
@@ -86,6 +86,8 @@ class GateStream(asyncio.Protocol):
 
     def arrived(self, frame: GateFrame) -> None:
         """What the peer says about this stream. More than its window allows ends it."""
+        if self._is_over:
+            return
         match frame:
             case StreamTaken():
                 self._window += max(0, frame.size_bytes)
@@ -107,10 +109,17 @@ class GateStream(asyncio.Protocol):
         if self._is_over:
             return
         self._is_over = True
+        self.post(StreamEnded(self._key[1]))
         if self._socket is not None:
             self._socket.close()
-        self.post(StreamEnded(self._key[1]))
-        self._over(self._key)
+        else:
+            self._over(self._key)
+
+    def abort(self) -> None:
+        """The same, without waiting for the socket to take anything."""
+        self.end()
+        if self._socket is not None:
+            self._socket.abort()
 
     def post(self, frame: GateFrame) -> None:
         """Tell the peer."""
@@ -143,6 +152,7 @@ class GateStream(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.end()
+        self._over(self._key)
 
     def _send(self) -> None:
         """As much as the window allows."""
@@ -166,6 +176,8 @@ class Gate:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._streams: dict[Key, GateStream] = {}
+        self._none = asyncio.Event()
+        self._none.set()
         self._log = logger("gate")
 
     @property
@@ -179,13 +191,20 @@ class Gate:
 
     async def close(self) -> None:
         for stream in list(self._streams.values()):
-            stream.end()
+            stream.abort()
+        await self._none.wait()
         await self._transport.close()
 
     def begin(self, key: Key) -> GateStream:
         """Listed at once, so that nothing that arrives for it is lost, and until it is over."""
-        stream = self._streams[key] = GateStream(self._transport, key, self._streams.__delitem__)
+        stream = self._streams[key] = GateStream(self._transport, key, self._forget)
+        self._none.clear()
         return stream
+
+    def _forget(self, key: Key) -> None:
+        self._streams.pop(key, None)
+        if not self._streams:
+            self._none.set()
 
     def asked(self, key: Key) -> None:
         """The peer begins a stream; only the first host is asked that."""

@@ -105,7 +105,8 @@ async def test_the_end_of_either_side_is_the_end_of_the_other(tmp_path, far_end)
         writer.write_eof()
         rest = await reader.read()
         writer.close()
-        while server._streams or client._streams:  # noqa: ASYNC110 - its tasks end a tick or two later
+        await writer.wait_closed()
+        while server._streams or client._streams:  # noqa: ASYNC110 - their sockets close a tick or two later
             await asyncio.sleep(0.01)
 
     assert rest == b""
