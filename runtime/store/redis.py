@@ -85,7 +85,7 @@ NO_ROOM = re.compile(r"\b(OOM|MISCONF|NOREPLICAS)\b")
 REPLY_S = 10.0
 """Longer than a server stalls when its disk is busy, short enough to notice a host that vanished."""
 
-BLOCK_S = 4.0
+BLOCK_S = 7.5
 """A blocking read is renewed after this long; it must stay below REPLY_S."""
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 0.5
@@ -167,8 +167,8 @@ class RedisLink:
         async with self._calls:
             return cast("list[bytes | None]", await self._attempts(lambda: self._command("HMGET", key, *names)))
 
-    async def grown(self, stream: str, after: int, wait_s: float) -> None:
-        """Return once a stream has an entry with an index above `after`, or after `wait_s`."""
+    async def grown(self, stream: str, after: int, wait_s: float) -> bool:
+        """Whether a stream has an entry with an index above `after` within `wait_s`; returns once it has."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + wait_s
         async with self._readers:
@@ -176,7 +176,8 @@ class RedisLink:
                 block_ms = max(1, round(1000 * min(left, BLOCK_S)))
                 wait = ("XREAD", "COUNT", 1, "BLOCK", block_ms, "STREAMS", stream, f"0-{after}")
                 if await self._attempts(lambda wait=wait: self._command(*wait)):
-                    return
+                    return True
+        return False
 
     async def version(self) -> str:
         """`redis 6.2.14` or `valkey 8.0.2`; a single attempt, so that a wrong address is told at once."""
@@ -408,8 +409,7 @@ class RedisStore:
         check_integer("after", after, least=0)
         key = self._link.key("stream", stream)
         found = await self._read(key, after)
-        if not found and wait_s > 0:
-            await self._link.grown(key, after, wait_s)
+        if not found and wait_s > 0 and await self._link.grown(key, after, wait_s):
             found = await self._read(key, after)
         return found
 
