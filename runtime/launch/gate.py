@@ -7,6 +7,7 @@ sender has at most `WINDOW_BYTES` of a stream unacknowledged, so neither side ho
 import asyncio
 import itertools
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import cast
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
@@ -29,6 +30,9 @@ ACK_BYTES = WINDOW_BYTES // 4
 """Taken bytes are acknowledged together: most of what passes is far smaller than its acknowledgement is worth."""
 MAX_STREAMS = 4096
 """Of all hosts together: some 80 connections per process that joined. Further ones are ended at once, and tried again."""
+
+CLOSE_S = 1.0
+"""For sockets to close, which takes a tick."""
 
 Key = tuple[Peer, int]
 Connect = Callable[[Callable[[], asyncio.Protocol]], Awaitable[object]]
@@ -66,11 +70,15 @@ _decode = msgspec.msgpack.Decoder(StreamBegun | StreamData | StreamTaken | Strea
 
 
 class GateStream(asyncio.Protocol):
-    """One end of one connection: what its socket says goes to the peer, and the other way round. Calls `over` once the socket is closed."""
+    """One end of one connection: what its socket says goes to the peer, and the other way round. Calls `over` once it has no socket any more,
+    nor is to have one."""
 
-    def __init__(self, transport: Transport, key: Key, over: Callable[[Key], None]) -> None:
+    connecting: "asyncio.Task[None] | None" = None
+    """What will bring its socket, where that has to be opened."""
+
+    def __init__(self, transport: Transport, key: Key, over: "Callable[[GateStream], None]") -> None:
         self._transport = transport
-        self._key = key
+        self.key = key
         self._over = over
         self._socket: asyncio.Transport | None = None
         self._is_over = False
@@ -109,22 +117,29 @@ class GateStream(asyncio.Protocol):
         if self._is_over:
             return
         self._is_over = True
-        self.post(StreamEnded(self._key[1]))
+        self.post(StreamEnded(self.key[1]))
         if self._socket is not None:
             self._socket.close()
-        else:
-            self._over(self._key)
 
     def abort(self) -> None:
-        """The same, without waiting for the socket to take anything."""
+        """The same, without waiting for the socket to take anything, or to be there."""
         self.end()
         if self._socket is not None:
             self._socket.abort()
+        elif self.connecting is not None:
+            self.connecting.cancel()
+
+    def connected(self, connecting: "asyncio.Task[None] | None") -> None:
+        """What was to bring a socket is over, None where it never began. Without one, so is this."""
+        # A socket whose connect is cancelled is closed, and its protocol not told of it by uvloop.
+        if self._socket is None or connecting is None or connecting.cancelled():
+            self.end()
+            self._over(self)
 
     def post(self, frame: GateFrame) -> None:
         """Tell the peer."""
         body = msgspec.Raw(msgspec.msgpack.encode(frame))
-        self._transport.post(self._key[0], Envelope.tell("gate", 0, _TAG, b"", body, ""))
+        self._transport.post(self.key[0], Envelope.tell("gate", 0, _TAG, b"", body, ""))
 
     # -- what the socket says ----------------------------------------------------------------------------------------------
 
@@ -143,6 +158,9 @@ class GateStream(asyncio.Protocol):
         if self._socket is not None and self._unsent:
             self._socket.pause_reading()
 
+    def eof_received(self) -> None:
+        self.end()
+
     def pause_writing(self) -> None:
         self._is_full = True
 
@@ -152,7 +170,7 @@ class GateStream(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.end()
-        self._over(self._key)
+        self._over(self)
 
     def _send(self) -> None:
         """As much as the window allows."""
@@ -161,12 +179,12 @@ class GateStream(asyncio.Protocol):
             piece = bytes(self._unsent[sent : sent + min(PIECE_BYTES, self._window)])
             self._window -= len(piece)
             sent += len(piece)
-            self.post(StreamData(self._key[1], piece))
+            self.post(StreamData(self.key[1], piece))
         del self._unsent[:sent]
 
     def _acknowledge(self) -> None:
-        if self._held >= ACK_BYTES and not self._is_full:
-            self.post(StreamTaken(self._key[1], self._held))
+        if self._held >= ACK_BYTES and not self._is_full and not self._is_over:
+            self.post(StreamTaken(self.key[1], self._held))
             self._held = 0
 
 
@@ -178,6 +196,7 @@ class Gate:
         self._streams: dict[Key, GateStream] = {}
         self._none = asyncio.Event()
         self._none.set()
+        self._is_closing = False
         self._log = logger("gate")
 
     @property
@@ -190,19 +209,27 @@ class Gate:
         await self._transport.start(self._arrived, self._down)
 
     async def close(self) -> None:
+        self._is_closing = True
         for stream in list(self._streams.values()):
             stream.abort()
-        await self._none.wait()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_S):
+                await self._none.wait()
         await self._transport.close()
 
     def begin(self, key: Key) -> GateStream:
         """Listed at once, so that nothing that arrives for it is lost, and until it is over."""
-        stream = self._streams[key] = GateStream(self._transport, key, self._forget)
+        stream = GateStream(self._transport, key, self._forget)
+        if self._is_closing:
+            stream.end()
+            return stream
+        self._streams[key] = stream
         self._none.clear()
         return stream
 
-    def _forget(self, key: Key) -> None:
-        self._streams.pop(key, None)
+    def _forget(self, stream: GateStream) -> None:
+        if self._streams.get(stream.key) is stream:
+            del self._streams[stream.key]
         if not self._streams:
             self._none.set()
 
@@ -240,16 +267,22 @@ class GateServer(Gate):
         self._tasks = tasks
 
     def asked(self, key: Key) -> None:
-        if len(self._streams) < MAX_STREAMS:
-            self._tasks.create_task(self._lead(self.begin(key)), name=f"gate.{key[1]}")
-        else:
+        if self._is_closing or len(self._streams) >= MAX_STREAMS:
             GateStream(self._transport, key, lambda _: None).end()
+            return
+        stream = self.begin(key)
+        connect = self._lead(stream)
+        try:
+            stream.connecting = self._tasks.create_task(connect, name=f"gate.{key[1]}")
+        except RuntimeError:  # the group is ending, and closes this gate
+            connect.close()
+            stream.connected(None)
+        else:
+            stream.connecting.add_done_callback(stream.connected)
 
     async def _lead(self, stream: GateStream) -> None:
-        try:
+        with suppress(OSError):
             await self._connect(lambda: stream)
-        except OSError:
-            stream.end()
 
 
 class GateClient(Gate):
@@ -274,7 +307,8 @@ class GateClient(Gate):
 
     def _accepted(self) -> GateStream:
         stream = self.begin(key := (self._gate, next(self._numbers)))
-        stream.post(StreamBegun(key[1]))
+        if not self._is_closing:
+            stream.post(StreamBegun(key[1]))
         return stream
 
 

@@ -85,7 +85,7 @@ NO_ROOM = re.compile(r"\b(OOM|MISCONF|NOREPLICAS)\b")
 REPLY_S = 10.0
 """Longer than a server stalls when its disk is busy, short enough to notice a host that vanished."""
 
-BLOCK_S = 7.5
+BLOCK_S = 4.0
 """A blocking read is renewed after this long; it must stay below REPLY_S."""
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 0.5

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -16,6 +16,7 @@ from rubato.runtime.launch.gate import (
     GateFrame,
     GateServer,
     GateStream,
+    StreamBegun,
     StreamData,
     StreamEnded,
     StreamTaken,
@@ -155,6 +156,124 @@ async def test_a_peer_that_talks_nonsense_may_begin_anew(tmp_path, said, far_end
         assert await other_reader.readexactly(5) == b"still"
         writer.close()
         other.close()
+
+
+class Far:
+    """What stands for Redis and counts its connections; it says `says` and hangs up, or waits where that is empty."""
+
+    def __init__(self, says: bytes = b"") -> None:
+        self.live = 0
+        self._says = says
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.live += 1
+        writer.write(self._says)
+        if not self._says:
+            with suppress(ConnectionError):
+                await reader.read()
+        writer.close()
+        with suppress(ConnectionError):
+            await writer.wait_closed()
+        self.live -= 1
+
+
+@asynccontextmanager
+async def far(folder: Path, says: bytes = b""):
+    end = Far(says)
+    server = await asyncio.start_unix_server(end.serve, folder / "far")
+    try:
+        yield end
+    finally:
+        server.close()
+
+
+def say(client: GateClient, server: GateServer, frame: GateFrame) -> None:
+    body = msgspec.Raw(msgspec.msgpack.encode(frame))
+    client._transport.post(server.address, Envelope.tell("gate", 0, "GateFrame", b"", body, ""))
+
+
+async def test_what_a_side_said_before_it_hung_up_arrives_whole_at_one_that_reads_slowly(tmp_path):
+    said = bytes(range(256)) * 20_000
+    async with far(tmp_path, said), gate(tmp_path, new_keys()):
+        reader, writer = await asyncio.open_unix_connection(tmp_path / "near", limit=1 << 16)
+        found = bytearray()
+        while data := await reader.read(1 << 17):
+            found += data
+            await asyncio.sleep(0.002)
+        writer.close()
+
+    assert found == said
+
+
+async def test_a_number_that_is_given_twice_leaves_no_connection_behind(tmp_path):
+    async with far(tmp_path) as end:
+        async with gate(tmp_path, new_keys()) as (server, client):
+            for _ in range(20):
+                for frame in (StreamBegun(7), StreamEnded(7), StreamBegun(7), StreamData(7, b"x"), StreamBegun(7)):
+                    say(client, server, frame)
+                await asyncio.sleep(0.005)
+            say(client, server, StreamEnded(7))
+            while server._streams:  # noqa: ASYNC110 - its sockets close a tick or two later
+                await asyncio.sleep(0.01)
+        while end.live:  # noqa: ASYNC110 - their other ends see it
+            await asyncio.sleep(0.01)
+
+
+async def test_what_begins_while_a_gate_closes_does_not_keep_it(tmp_path):
+    async with far(tmp_path), gate(tmp_path, new_keys()) as (server, client):
+        _, writer = await asyncio.open_unix_connection(tmp_path / "near")
+        while not server._streams:  # noqa: ASYNC110 - until the other side has heard of it
+            await asyncio.sleep(0.01)
+        for end, begin in ((server, lambda: server.asked((b"another", 1))), (client, client._accepted)):
+            async with asyncio.TaskGroup() as tasks:
+                closing = tasks.create_task(end.close())
+                await asyncio.sleep(0)
+                begin()
+                await closing
+
+            assert not end._streams
+        writer.close()
+
+
+async def test_a_gate_whose_tasks_are_ending_begins_nothing_and_closes(tmp_path):
+    async with far(tmp_path), asyncio.timeout(30):
+        with pytest.raises(ExceptionGroup):
+            await in_a_group_that_fails(tmp_path)
+
+
+async def in_a_group_that_fails(folder: Path) -> None:
+    keys, connect = new_keys(), way_to(f"unix://{folder / 'far'}")
+    assert connect is not None
+    async with asyncio.TaskGroup() as tasks:
+        server = GateServer("run", "tcp://127.0.0.1:*", keys, connect, tasks)
+        await server.start()
+        client = GateClient("run", server.address, keys, folder / "near", "gate@test")
+        await client.start()
+        tasks.create_task(failing())
+        try:
+            await asyncio.Event().wait()
+        finally:
+            reader, writer = await asyncio.open_unix_connection(folder / "near")
+            assert await reader.read() == b""
+            writer.close()
+            await client.close()
+            await server.close()
+            assert not server._streams
+
+
+async def failing() -> None:
+    raise RuntimeError("something of the launcher's")
+
+
+async def test_a_side_that_only_listens_any_more_is_at_its_end(tmp_path):
+    async with far(tmp_path) as end, gate(tmp_path, new_keys()) as (server, client):
+        reader, writer = await asyncio.open_unix_connection(tmp_path / "near")
+        writer.write(b"x")
+        writer.write_eof()
+        assert await reader.read() == b""
+        while server._streams or client._streams or end.live:  # noqa: ASYNC110 - their sockets close a tick or two later
+            await asyncio.sleep(0.01)
+        writer.close()
 
 
 def test_only_a_server_that_its_host_alone_reaches_needs_the_gate():
