@@ -376,8 +376,7 @@ class _Presence:
         """Renew the record every beat until cancelled. Raises ActorFailed once a newer incarnation has taken the name."""
         handled, last = 0, asyncio.get_running_loop().time()
         while True:
-            # To a whole beat of the host's clock: its actors beat together, and what passes the gate together costs the first host less.
-            await asyncio.sleep(1.25 * BEAT_S - (asyncio.get_running_loop().time() + 0.25 * BEAT_S) % BEAT_S)
+            await asyncio.sleep(BEAT_S)
             self._kernel.metrics.gauge("actor/rate_s", (self._kernel.dispatch.handled - handled) / BEAT_S)
             handled = self._kernel.dispatch.handled
             if self._kernel.courier.unknown:

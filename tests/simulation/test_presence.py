@@ -1,7 +1,6 @@
 """An actor that comes back: two stops in a row, and an end at the same moment."""
 
 import asyncio
-from collections import Counter
 
 import pytest
 
@@ -101,36 +100,3 @@ def test_an_actor_that_is_told_to_end_as_it_wakes_leaves_no_lease(tmp_path, late
         return [(record.name, record.incarnation, record.state) for record in await list_actors(store)]
 
     assert run_virtual(main) == []
-
-
-class Times(MemoryStore):
-    """When each lease was renewed."""
-
-    def __init__(self):
-        super().__init__()
-        self.renewed = []
-
-    async def lease(self, name, token, value, ttl_s):
-        self.renewed.append((name, asyncio.get_running_loop().time()))
-        return await super().lease(name, token, value, ttl_s)
-
-
-def test_actors_that_began_at_different_times_beat_together(tmp_path):
-    async def main():
-        store, network = Times(), MemoryNetwork()
-        servers = [made(Server, f"server-{number}", network, store, tmp_path / str(number)) for number in range(3)]
-        async with asyncio.TaskGroup() as tasks:
-            for server in servers:
-                tasks.create_task(server.serve())
-                await server.ready.wait()
-                await asyncio.sleep(0.3)
-            await asyncio.sleep(1.5)
-            store.renewed.clear()
-            await asyncio.sleep(5.0)
-            renewed = list(store.renewed)
-            for server in servers:
-                server.stop()
-        return renewed
-
-    beats = Counter(round(at, 6) for _, at in run_virtual(main))
-    assert list(beats.values()) == [3] * 5
