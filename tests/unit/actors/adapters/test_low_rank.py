@@ -118,12 +118,14 @@ async def test_one_that_is_dropped_is_refused_and_another_of_its_name_finds_no_c
     subject, images = await engine(), [adapter_image(seed) for seed in (1, 2)]
     for name in ("a", "b"):
         await subject.update(7, images[0], name)
-    chunks = subject.generate(Work("r0", "s", tuple(range(2, 30)), Sampling(8), adapter="a"))
-    await anext(chunks)
+    await subject.suspend()
+    asking = asyncio.gather(collect(subject, Work("r0", "s", tuple(range(2, 30)), Sampling(8), adapter="a")))
+    await asyncio.sleep(0)  # the engine has it by then
 
     with pytest.raises(EngineError, match="requests under the adapter a are under way"):
         await subject.drop("a")
-    await drained(chunks)
+    await subject.resume()
+    await asking
     await subject.drop("a")
     await subject.drop("a")
     with pytest.raises(EngineError, match="which this engine does not hold"):
