@@ -9,7 +9,7 @@ import math
 import os
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Container, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -179,7 +179,7 @@ def busy_seconds(proc: Path = PROC) -> float | None:
 
 def _ticks(pid: int, proc: Path) -> int | None:
     try:
-        cells = (proc / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
+        cells = _told(f"{proc}/{pid}/stat").rpartition(")")[2].split()
         return int(cells[11]) + int(cells[12])  # utime and stime, fields 14 and 15 of proc(5)
     except (OSError, ValueError, IndexError):
         return None
@@ -187,15 +187,26 @@ def _ticks(pid: int, proc: Path) -> int | None:
 
 def _below(pid: int, named: Container[int], proc: Path) -> Iterator[int]:
     """All descendants of `pid` that lead through none of `named`."""
-    for file in (proc / str(pid) / "task").glob("*/children"):
-        try:
-            children = [int(child) for child in file.read_text().split()]
-        except (OSError, ValueError):
-            continue
-        for child in children:
-            if child not in named:
-                yield child
-                yield from _below(child, named, proc)
+    tasks = f"{proc}/{pid}/task"
+    with suppress(OSError):
+        for task in os.listdir(tasks):
+            for child in _children(f"{tasks}/{task}/children"):
+                if child not in named:
+                    yield child
+                    yield from _below(child, named, proc)
+
+
+def _children(file: str) -> list[int]:
+    """Of one thread, which may be gone by now."""
+    with suppress(OSError, ValueError):
+        return [int(child) for child in _told(file).split()]
+    return []
+
+
+def _told(file: str) -> str:
+    """What one of /proc says. By its name as text: a Path interns each of its parts, of which the numbers are new every time."""
+    with open(file, errors="replace") as opened:
+        return opened.read()
 
 
 # -- waits -----------------------------------------------------------------------------------------------------
