@@ -164,19 +164,25 @@ class MemoryStore:
         self._leases[name] = _Held(token, b"", 0.0)
         return True
 
+    async def held(self, name: str) -> Lease | None:
+        return self._live().get(name)
+
     async def leases(self, prefix: str) -> dict[str, Lease]:
-        now = self._now()
-        return {
-            name: Lease(held.token, held.value, held.expires_at - now)
-            for name, held in sorted(self._leases.items())
-            if name.startswith(prefix) and held.expires_at > now
-        }
+        return {name: lease for name, lease in self._live().items() if name.startswith(prefix)}
+
+    async def holders(self, prefix: str) -> dict[str, int]:
+        return {name: lease.token for name, lease in self._live().items() if name.startswith(prefix)}
 
     async def full(self) -> str:
         return ""
 
     async def close(self) -> None:
         """Nothing to let go of: what was stored stays readable."""
+
+    def _live(self) -> dict[str, Lease]:
+        now = self._now()
+        held = sorted(self._leases.items())
+        return {name: Lease(each.token, each.value, each.expires_at - now) for name, each in held if each.expires_at > now}
 
     def _passes(self, fence: Fence | None, turn: WriteNumber | None) -> bool:
         """False where this very write was made before. Raises Fenced and Forgotten."""

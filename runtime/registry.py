@@ -22,6 +22,9 @@ RELIST_S = 15.0
 LOOK_S, LOOKS = 2.5 * BEAT_S, 3
 """After a link broke, its actor is looked for this often, at this distance: a process that was only stopped beats again."""
 
+LEASED = "actor/"
+"""Before an actor's name, in that of its lease."""
+
 NODE = "node-1"
 """The node agent of the host that launched the run."""
 
@@ -203,7 +206,7 @@ class Registry:
         value = msgspec.msgpack.encode(record)
         loop = asyncio.get_running_loop()
         try:
-            renewed = await self._store.lease(f"actor/{record.name}", record.incarnation, value, LEASE_TTL_S)
+            renewed = await self._store.lease(f"{LEASED}{record.name}", record.incarnation, value, LEASE_TTL_S)
         except StoreUnavailable:
             self._sure_at = math.inf
             raise
@@ -222,13 +225,19 @@ class Registry:
             try:
                 entries = await self._store.read("events", self._after, wait_s=RELIST_S)
                 if not entries:
-                    await self.relist()
+                    await self._compare()
             except StoreUnavailable:  # static stability: the mirror stays as it is until the Store answers again
                 await asyncio.sleep(BEAT_S)
                 continue
             for index, value in entries:
                 self._after = index
                 await self._apply(msgspec.msgpack.decode(value, type=MembershipEvent))
+
+    async def _compare(self) -> None:
+        """Relist where it is not the actors of the mirror that hold leases. All records of a large run are much to ask for, of each actor."""
+        held = await self._store.holders(LEASED)
+        if {name.removeprefix(LEASED): incarnation for name, incarnation in held.items()} != self._directory.names():
+            await self.relist()
 
     async def relist(self) -> None:
         """Compare the mirror with the leases themselves."""
@@ -298,7 +307,7 @@ async def list_seen(store: Store) -> list[SeenRecord]:
     """Every live actor of the run, by name, with its age: what the monitor reads."""
     return [
         SeenRecord(msgspec.msgpack.decode(lease.value, type=ActorRecord), max(0.0, LEASE_TTL_S - lease.remaining_s))
-        for _, lease in sorted((await store.leases("actor/")).items())
+        for _, lease in sorted((await store.leases(LEASED)).items())
     ]
 
 
@@ -315,12 +324,12 @@ async def announce(store: Store, kind: Literal["ready", "left"], record: ActorRe
 
 async def withdraw(store: Store, record: ActorRecord) -> None:
     """Leave for good; nothing happens where a newer incarnation took over."""
-    if await store.release(f"actor/{record.name}", record.incarnation):
+    if await store.release(f"{LEASED}{record.name}", record.incarnation):
         await announce(store, "left", record)
 
 
 async def bury(store: Store, name: str) -> None:
     """End the lease of an actor whose process is known to be dead, and announce that."""
-    for record in await list_actors(store):
-        if record.name == name:
-            await withdraw(store, record)
+    lease = await store.held(f"{LEASED}{name}")
+    if lease is not None:
+        await withdraw(store, msgspec.msgpack.decode(lease.value, type=ActorRecord))

@@ -212,7 +212,7 @@ class TrainRank(Actor):
     async def _drains(self, name: str) -> bool:
         """Whether that one is to end, and has not yet: a trainer that drains trains its step to the end, and saves it, with its ranks."""
         try:
-            lease = (await self.store.leases(f"actor/{name}")).get(f"actor/{name}")
+            lease = await self.store.held(f"actor/{name}")
         except StoreUnavailable:  # then it is its link that broke
             return False
         return lease is not None and msgspec.msgpack.decode(lease.value, type=ActorRecord).state == "draining"

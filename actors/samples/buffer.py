@@ -539,13 +539,11 @@ class SampleBuffer(Actor):
         self.notice(f"{one if len(gone) == 1 else more} where fewer than {MIN_SCORED} are left")
 
     async def _incarnation_of(self, holder: str) -> int:
-        name = f"actor/{holder}"
-        lease = (await self._journal.retried(lambda: self.store.leases(name))).get(name)
+        lease = await self._journal.retried(lambda: self.store.held(f"actor/{holder}"))
         return lease.token if lease is not None else NO_LEASE
 
     async def _drains(self, holder: str) -> bool:
-        name = f"actor/{holder}"
-        lease = (await self._journal.retried(lambda: self.store.leases(name))).get(name)
+        lease = await self._journal.retried(lambda: self.store.held(f"actor/{holder}"))
         return lease is not None and msgspec.msgpack.decode(lease.value, type=ActorRecord).state == "draining"
 
     def _now(self) -> float:

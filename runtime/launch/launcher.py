@@ -54,7 +54,10 @@ REDIS_RESTARTS, REDIS_WINDOW_S = 10, 300.0
 """More deaths than this within the window end the job: its file or its disk is broken."""
 
 LOOK_S = 1.0
-"""How often a host that joined looks for the first one."""
+"""How often a disk that is full is looked at."""
+
+FOLLOW_S = LEASE_TTL_S / 4
+"""How often a host that joined looks for the first one, which is told as out of reach after LEASE_TTL_S."""
 
 REACH_S = 15.0
 """For the first contact with the run: a wrong address is told then."""
@@ -465,11 +468,11 @@ async def follow(agent: NodeAgent, lease_s: float) -> None:
     clock = asyncio.get_running_loop().time
     seen, told = clock(), False
     while (away_s := clock() - seen) <= lease_s:
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(FOLLOW_S)
         with suppress(StoreUnavailable, TimeoutError):
-            async with asyncio.timeout(max(LOOK_S, seen + lease_s - clock())):
-                there = await agent.store.leases(f"actor/{NODE}")
-            if f"actor/{NODE}" in there:  # of node-10 it is a prefix
+            async with asyncio.timeout(max(FOLLOW_S, seen + lease_s - clock())):
+                there = await agent.store.held(f"actor/{NODE}")
+            if there is not None:
                 seen = clock()
                 if told:
                     agent.screen.notice(f"the run is in reach again after {away_s:.0f} s", good=True)

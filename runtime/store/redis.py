@@ -422,6 +422,10 @@ class RedisStore:
     async def release(self, name: str, token: int) -> bool:
         return bool(await self._link.once(script("once", "room", "release"), self._lease_keys, name, token))
 
+    async def held(self, name: str) -> Lease | None:
+        found = cast("list[Reply]", await self._link.ask(script("held"), self._lease_keys, name))
+        return Lease(int(found[0]), cast("bytes", found[1]), int(found[2]) / 1e6) if found else None
+
     async def leases(self, prefix: str) -> dict[str, Lease]:
         flat = cast("list[Reply]", await self._link.ask(script("leases"), self._lease_keys, prefix))
         found = {
@@ -429,6 +433,10 @@ class RedisStore:
             for at in range(0, len(flat), 4)
         }
         return dict(sorted(found.items()))
+
+    async def holders(self, prefix: str) -> dict[str, int]:
+        flat = cast("list[bytes]", await self._link.ask(script("holders"), self._lease_keys, prefix))
+        return {name.decode(): int(token) for name, token in sorted(zip(flat[::2], flat[1::2], strict=True))}
 
     async def close(self) -> None:
         await self._link.close()

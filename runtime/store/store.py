@@ -140,8 +140,16 @@ class Store(Protocol):
         """Give `name` up if `token` holds it. A lower token can't take it afterwards."""
         ...
 
+    async def held(self, name: str) -> Lease | None:
+        """The live lease of that name."""
+        ...
+
     async def leases(self, prefix: str) -> dict[str, Lease]:
         """Live leases whose name starts with `prefix`."""
+        ...
+
+    async def holders(self, prefix: str) -> dict[str, int]:
+        """The same with their tokens alone, which is less to send."""
         ...
 
     async def full(self) -> str:

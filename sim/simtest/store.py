@@ -148,8 +148,14 @@ class StoreClient:
     async def release(self, name: str, token: int) -> bool:
         return await self._call("release", name, token)
 
+    async def held(self, name: str) -> Lease | None:
+        return await self._call("held", name)
+
     async def leases(self, prefix: str) -> dict[str, Lease]:
         return await self._call("leases", prefix)
+
+    async def holders(self, prefix: str) -> dict[str, int]:
+        return await self._call("holders", prefix)
 
     async def full(self) -> str:
         return ""

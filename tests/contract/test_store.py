@@ -508,6 +508,36 @@ async def test_leases_are_listed_by_prefix_in_order(store: Store):
     assert [(name, lease.value) for name, lease in found.items()] == [("actor/a", b"actor/a"), ("actor/b", b"actor/b")]
 
 
+async def test_holders_are_the_tokens_of_live_leases_by_name(store: Store):
+    await store.lease("actor/b", 3, b"long", 30.0)
+    await store.lease("actor/a", 2**53 - 1, b"", 30.0)
+    await store.lease("actor/lapsed", 4, b"", 0.05)
+    await store.lease("actor/released", 5, b"", 30.0)
+    await store.release("actor/released", 5)
+    await store.lease("other", 6, b"", 30.0)
+    await asyncio.sleep(0.1)
+
+    found = await store.holders("actor/")
+
+    assert [*found.items()] == [("actor/a", 2**53 - 1), ("actor/b", 3)]
+
+
+async def test_one_lease_is_asked_for_by_its_whole_name(store: Store):
+    await store.lease("node-1", 2**53 - 1, b"one", 30.0)
+    await store.lease("node-10", 2, b"ten", 0.05)
+
+    found = await store.held("node-1")
+
+    assert found is not None
+    assert (found.token, found.value) == (2**53 - 1, b"one")
+    assert 0.0 < found.remaining_s <= 30.0
+    assert await store.held("node") is None
+    await asyncio.sleep(0.1)
+    assert await store.held("node-10") is None
+    await store.release("node-1", 2**53 - 1)
+    assert await store.held("node-1") is None
+
+
 async def test_a_lease_lapses_and_its_token_stays_known(store: Store):
     await store.lease("x", 5, b"", 0.05)
     await asyncio.sleep(0.1)

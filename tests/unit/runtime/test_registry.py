@@ -4,8 +4,8 @@ import msgspec
 import pytest
 
 from rubato.runtime.memory import MemoryStore
-from rubato.runtime.registry import LEASE_TTL_S, LOOK_S, ActorRecord, Directory, Registry
-from rubato.runtime.store.store import StoreFull
+from rubato.runtime.registry import LEASE_TTL_S, LOOK_S, RELIST_S, ActorRecord, Directory, Registry
+from rubato.runtime.store.store import Lease, StoreFull
 from rubato.sim.virtual import run_virtual
 
 
@@ -105,3 +105,58 @@ def test_who_could_not_renew_its_own_lease_takes_no_lapse_of_another_for_a_death
         return [*seen, tuple(left)]
 
     assert run_virtual(main) == [(), (), ("engine-1",)]
+
+
+class CountingStore(MemoryStore):
+    """Counts the listings of all records."""
+
+    num_listed = 0
+
+    async def leases(self, prefix: str) -> dict[str, Lease]:
+        self.num_listed += 1
+        return await super().leases(prefix)
+
+
+def test_all_records_are_asked_for_only_where_others_hold_leases_than_the_mirror_has():
+    async def main() -> tuple[list[int], list[tuple[str, ...]]]:
+        store, directory, ready = CountingStore(), Directory(), []
+
+        async def changed(joined: set[str], left: set[str]) -> None:
+            ready.append(directory.ready("engine"))
+
+        async def asked() -> int:
+            before = store.num_listed
+            for _ in range(3):  # so long between two looks
+                await asyncio.sleep(RELIST_S / 3)
+                for each in alive:
+                    await registry.publish(each)
+            await asyncio.sleep(0.1)
+            return store.num_listed - before
+
+        registry = Registry(store, directory, changed)
+        alive = [record("engine-1", 1), record("engine-2", 2)]
+        for each in alive:
+            await registry.publish(each)
+        await registry.sync()
+        found: list[int] = []
+        async with asyncio.TaskGroup() as tasks:
+            watching = tasks.create_task(registry.watch())
+            found.append(await asked())
+            alive.append(record("engine-3", 3))  # of which no event came
+            found.append(await asked())
+            alive[0] = record("engine-1", 4)
+            found.append(await asked())
+            del alive[1]
+            found += [await asked(), await asked()]
+            watching.cancel()
+        return found, ready
+
+    found, ready = run_virtual(main)
+
+    assert found == [0, 1, 1, 1, 0]
+    assert ready == [
+        ("engine-1", "engine-2"),
+        ("engine-1", "engine-2", "engine-3"),
+        ("engine-1", "engine-2", "engine-3"),
+        ("engine-1", "engine-3"),
+    ]

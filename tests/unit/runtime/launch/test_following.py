@@ -4,17 +4,17 @@ from types import SimpleNamespace
 
 from rubato.runtime.launch import launcher
 from rubato.runtime.launch.launcher import follow
+from rubato.runtime.memory import MemoryStore
 
 
 async def test_a_host_leaves_a_run_whose_first_host_is_gone_though_node_10_is_up(monkeypatch):
-    monkeypatch.setattr(launcher, "LOOK_S", 0.0)
+    monkeypatch.setattr(launcher, "FOLLOW_S", 0.0)
     ended: list[str] = []
 
-    async def leases(prefix: str) -> dict[str, object]:
-        return {"actor/node-10": None}
-
+    store = MemoryStore()
+    await store.lease("actor/node-10", 1, b"", 60.0)
     screen = SimpleNamespace(notice=lambda *_, **__: None)
-    agent = SimpleNamespace(store=SimpleNamespace(leases=leases), screen=screen, end=lambda outcome: ended.append(outcome.kind))
+    agent = SimpleNamespace(store=store, screen=screen, end=lambda outcome: ended.append(outcome.kind))
 
     await follow(agent, 0.01)
 
