@@ -40,7 +40,7 @@ from rubato.runtime.messages import MOST_ADDED, AddActors, NotAdded
 from rubato.runtime.node import allow_many_files
 from rubato.runtime.observe.figures import STORE
 from rubato.runtime.observe.log import configure, logger
-from rubato.runtime.observe.trace import merge_traces
+from rubato.runtime.observe.timeline import merge_traces
 from rubato.runtime.places import HostPlaces
 from rubato.runtime.registry import LEASE_TTL_S, NODE, list_actors
 from rubato.runtime.store import fitness

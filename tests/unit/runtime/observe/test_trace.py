@@ -5,7 +5,8 @@ import json
 
 import pytest
 
-from rubato.runtime.observe.trace import Trace, merge_traces, trace_path
+from rubato.runtime.observe.timeline import merge_traces
+from rubato.runtime.observe.trace import Trace, trace_path
 from rubato.sim.virtual import run_virtual
 
 
