@@ -101,6 +101,8 @@ class Complete(msgspec.Struct):
     """Path within it → size and hex BLAKE2b-256; those of the checkpoint."""
     beside: dict[str, tuple[int, str]] = {}
     """The same of files of the run folder."""
+    seed: int | None = None
+    """`run.seed` of the run; None in copies of versions that did not keep it."""
 
 
 class Looked(msgspec.Struct):
@@ -110,6 +112,8 @@ class Looked(msgspec.Struct):
     step: int = -1
     """Of the newest whole copy; -1: there is none."""
     lineage: str = ""
+    seed: int | None = None
+    """Of the run that was brought."""
     passed_over: list[str] = []
     """A sentence for each newer copy that is not whole."""
 
@@ -133,10 +137,14 @@ def check_url(url: str) -> None:
             )
         return
     try:
-        netloc = urlsplit(url).netloc
+        netloc, path = urlsplit(url)[1:3]
     except ValueError:
         raise ConfigError(f"{KEY}={shown(url)} is no URL: what stands behind :// can't be read. Write s3://bucket/folder.") from None
+    if scheme == "memory":
+        raise ConfigError(f"{KEY}={shown(url)} is the memory of the process that writes there, and goes with it. Write /folder or s3://…")
     if scheme == "file":
+        if netloc or path.rstrip("/") == "":
+            raise ConfigError(f"{KEY}={shown(url)} is no whole path. Write file:///folder.")
         return
     package, extra = EXTRAS.get(scheme, ("", ""))
     if not package:
@@ -226,7 +234,7 @@ class Mirror:
         except msgspec.MsgspecError:
             return None
 
-    def put(self, copy: Copy, folder: Path, lineage: str, beside: Sequence[Path] = ()) -> None:
+    def put(self, copy: Copy, folder: Path, lineage: str, beside: Sequence[Path] = (), *, seed: int | None = None) -> None:
         """Copy the checkpoint in `folder`, and the files `beside`; complete.json comes last. Raises Gone, Superseded, and MirrorError."""
         try:
             manifest = checkpoints.manifest_of(folder)
@@ -239,7 +247,7 @@ class Mirror:
             raise MirrorError(f"checkpoint {folder} can't be copied: {wrong[0]} differs from its {MANIFEST}")
         self.hold(copy.claim)
         with self._told("can't be written"):
-            self._write(f"{copy.name}/{COMPLETE}", msgspec.json.encode(Complete(copy.step, lineage, files, rows)))
+            self._write(f"{copy.name}/{COMPLETE}", msgspec.json.encode(Complete(copy.step, lineage, files, rows, seed)))
 
     def bring(self, copy: Copy, found: Complete, to: Path) -> None:
         """Write a whole copy to the new folder `to`: the checkpoint to checkpoints/step_N, the files beside it directly."""
@@ -359,14 +367,15 @@ def look(url: str) -> Looked:
     mirror = Mirror(url)
     mirror.probe()
     copy, found, torn = newest_whole(mirror)
-    return Looked("", copy.step, found.lineage, torn) if copy and found else Looked(passed_over=torn)
+    return Looked("", copy.step, found.lineage, found.seed, torn) if copy and found else Looked(passed_over=torn)
 
 
 def bring(url: str, folder: Path) -> Looked:
-    """Bring the newest whole copy into the run folder `folder`, which has no checkpoints, and claim the mirror for the run there.
+    """Bring the newest whole copy into the run folder `folder`, which has no checkpoints.
 
-    The folder is marked with a later epoch than that of any trainer that claimed the mirror: those copy no more, and that of the run there
-    draws one later still. Raises MirrorError.
+    The folder is marked with a later epoch than that of any trainer that claimed the mirror, and the trainer of the run there draws one later
+    still: when it claims the mirror, those copy no more. Until then nothing changes there, for the launch may still be refused. Raises
+    MirrorError.
     """
     mirror, staged, passed_over = Mirror(url), folder / STAGED, list[str]()
     for copy in reversed(mirror.copies()):
@@ -381,15 +390,13 @@ def bring(url: str, folder: Path) -> Looked:
         except MirrorError as error:
             passed_over.append(str(error))
             continue
-        claim = Claim(max([copy.claim, *mirror.claims()]).epoch + 1, secrets.token_hex(4))
-        mirror.claim(claim)
         write_through(staged / "checkpoints" / LINEAGE, found.lineage.encode())
-        checkpoints.take_over(staged / "checkpoints", claim.epoch)
+        checkpoints.take_over(staged / "checkpoints", max([copy.claim, *mirror.claims()]).epoch + 1)
         for path in staged.iterdir():
             path.rename(folder / path.name)
         staged.rmdir()
         sync_folder(folder)
-        return Looked("", copy.step, found.lineage, passed_over)
+        return Looked("", copy.step, found.lineage, found.seed, passed_over)
     shutil.rmtree(staged, ignore_errors=True)
     if passed_over:
         raise MirrorError(f"{passed_over[0]}, and there is no other whole copy")

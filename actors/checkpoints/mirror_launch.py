@@ -21,6 +21,9 @@ def preflight(config: Any, folder: Path) -> None:
     """Look whether the mirror can be written, and is that of the run in `folder`. Raises ConfigError."""
     url = config.checkpoint.mirror
     check_url(url)
+    path = Path(url.removeprefix("file://"))
+    if path.is_absolute() and path.resolve().is_relative_to(folder.resolve()):
+        raise ConfigError(f"{KEY}={shown(url)} lies in the run's own folder, and goes with its disk. Name another place for the copies.")
     found = _asked(url, "look", folder, LOOK_S)
     here = folder / "checkpoints"
     if found.step < 0 or found.lineage == lineage_of(here):
@@ -36,6 +39,9 @@ def bring_back(config: Any, folder: Path) -> str:
     url = config.checkpoint.mirror
     check_url(url)
     found = _asked(url, "bring", folder, None)
+    if found.seed not in (None, config.run.seed):
+        why = f"run.seed is {config.run.seed}, and the run whose checkpoints {KEY}={shown(url)} holds has {found.seed}"
+        raise ConfigError(f"{why}: groups under way would mix two tasks. Give run.seed={found.seed}, or start another run elsewhere.")
     passed = "".join(f"{sentence}. " for sentence in found.passed_over)
     return (
         f"{passed}going on after step {found.step} with the checkpoint from {shown(url)}; samples that were under way are lost, and the steps "

@@ -142,7 +142,7 @@ class Mirroring(StepHook):
         self._copying = copy.step
         rows = [self.trainer.run.folder / name for name in BESIDE]
         try:
-            mirror.put(copy, folder, self._lineage(), rows)
+            mirror.put(copy, folder, self._lineage(), rows, seed=self.trainer.config.run.seed)
         except GivenUp:
             raise
         except MirrorError as error:

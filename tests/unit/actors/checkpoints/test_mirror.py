@@ -3,11 +3,12 @@
 import json
 from hashlib import blake2b
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 
-from rubato.actors.checkpoints import checkpoint, mirror
+from rubato.actors.checkpoints import checkpoint, mirror, mirror_launch
 from rubato.actors.checkpoints.mirror import COMPLETE, Claim, Copy, Gone, Mirror, MirrorError, Superseded
 from rubato.runtime.errors import ConfigError
 
@@ -107,7 +108,7 @@ def test_of_copies_that_of_the_latest_trainer_is_gone_on_from_however_far_anothe
     assert mirror.bring(str(place), tmp_path / "new").step == 4
 
 
-def test_a_run_that_is_brought_back_fences_every_trainer_that_claimed_the_mirror(run, place, tmp_path):
+def test_a_run_that_is_brought_back_begins_above_every_trainer_that_claimed_the_mirror(run, place, tmp_path):
     at = Mirror(str(place))
     copied(at, run, 3)
     at.claim(Claim(7, "ffffffff"))
@@ -116,6 +117,8 @@ def test_a_run_that_is_brought_back_fences_every_trainer_that_claimed_the_mirror
     mirror.bring(str(place), tmp_path / "new")
 
     assert checkpoint.newest_epoch(tmp_path / "new" / "checkpoints") == 8
+    assert at.claims() == [Claim(7, "ffffffff")]  # its launch may still be refused
+    at.claim(Claim(9, "00000000"))  # as its trainer does
     with pytest.raises(Superseded):
         at.hold(Claim(7, "ffffffff"))
 
@@ -169,6 +172,9 @@ def test_an_empty_mirror_has_nothing_to_go_on_from(place, tmp_path):
         ("s3://:hunter2@[x/y", "checkpoint.mirror=s3://… is no URL: "),
         ("file://:hunter2@[x", "checkpoint.mirror=file://… is no URL: "),
         ("foo://bucket/run", "there is no foo://"),
+        ("memory://run", "is the memory of the process that writes there"),
+        ("file://", "is no whole path"),
+        ("file://tmp/run", "is no whole path"),
         ("adl://user:hunter2@store/run", "adl:// needs"),
     ],
 )
@@ -194,3 +200,22 @@ def test_secrets_of_a_url_are_in_no_sentence(tmp_path):
     assert "127.0.0.1" in str(told.value)
     assert "hunter2" not in str(told.value)
     assert "sesame" not in str(told.value)
+
+
+def test_a_mirror_within_the_run_folder_is_refused(tmp_path):
+    for url in (tmp_path / "run", tmp_path / "run" / "checkpoints", f"file://{tmp_path}/run/copies"):
+        config = SimpleNamespace(checkpoint=SimpleNamespace(mirror=str(url)))
+        with pytest.raises(ConfigError, match="lies in the run's own folder, and goes with its disk"):
+            mirror_launch.preflight(config, tmp_path / "run")
+
+
+def test_a_run_comes_back_under_its_own_seed_alone(run, place, tmp_path):
+    Mirror(str(place)).put(Copy(FIRST, 3), saved(run, 3), "line", seed=7)
+    other, own = (SimpleNamespace(run=SimpleNamespace(seed=seed), checkpoint=SimpleNamespace(mirror=str(place))) for seed in (9, 7))
+    for name in ("other", "own"):
+        (tmp_path / name).mkdir()
+
+    with pytest.raises(ConfigError, match=r"run.seed is 9, and the run whose checkpoints .* holds has 7"):
+        mirror_launch.bring_back(other, tmp_path / "other")
+
+    assert "going on after step 3" in mirror_launch.bring_back(own, tmp_path / "own")

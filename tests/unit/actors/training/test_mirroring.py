@@ -32,7 +32,7 @@ class FakeTrainer:
     name, term = "trainer-1", 1
 
     def __init__(self, folder: Path, url: str, tasks: asyncio.TaskGroup, *, keep=2, stay=()) -> None:
-        self.config = SimpleNamespace(checkpoint=SimpleNamespace(mirror=url, keep=keep))
+        self.config = SimpleNamespace(run=SimpleNamespace(seed=7), checkpoint=SimpleNamespace(mirror=url, keep=keep))
         self.run = SimpleNamespace(folder=folder)
         self.notices: list[str] = []
         self.log, self.waits, self.leaving = Log(), Waits(), asyncio.Event()
@@ -146,10 +146,10 @@ async def test_a_copy_that_stalls_is_given_up_and_its_thread_ends_at_its_next_by
     release, ended = threading.Event(), threading.Event()
     original = Mirror.put
 
-    def stalls(self, *args):
+    def stalls(self, *args, **more):
         release.wait(20)
         try:
-            original(self, *args)
+            original(self, *args, **more)
         finally:
             ended.set()
 
@@ -176,6 +176,7 @@ async def test_a_trainer_whose_run_was_brought_back_elsewhere_copies_no_more(tmp
         await hook.before_end()
         (tmp_path / "new").mkdir()
         bring(str(place), tmp_path / "new")
+        Mirror(str(place)).claim(Claim(checkpoint.newest_epoch(tmp_path / "new" / "checkpoints") + 1, "00000000"))  # as its trainer does
         trainer.save(2)
         await hook.after_checkpoint(2)
         await hook.before_end()
