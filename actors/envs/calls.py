@@ -79,4 +79,6 @@ def call_of(name: Any, arguments: Any) -> tuple[str, str] | None:
     arguments = {} if arguments is None else arguments
     if not isinstance(name, str) or not isinstance(arguments, dict) or not is_plain(arguments):
         return None
-    return well_formed(name), well_formed(json.dumps(arguments, ensure_ascii=False, allow_nan=False))
+    with suppress(ValueError, RecursionError):  # NaN, which JSON has not
+        return well_formed(name), well_formed(json.dumps(arguments, ensure_ascii=False, allow_nan=False))
+    return None

@@ -19,7 +19,7 @@ from rubato.actors.envs.environment import Observation
 from rubato.actors.envs.hosting import HostedEnv, Hung, Raised, is_plain
 from rubato.actors.envs.recorder import GaveUp, Recorder
 from rubato.actors.envs.rollout import EnvDriver, Rollout, RolloutContext, RolloutHook
-from rubato.actors.gateway.command import AgentEnded, run_command, words_of
+from rubato.actors.gateway.command import AgentEnded, clear_places, run_command, words_of
 from rubato.actors.gateway.renderers import Renderers
 from rubato.actors.gateway.server import SessionServer
 from rubato.actors.gateway.session import Ending, Refused, Session, SessionOver
@@ -78,7 +78,11 @@ def check_host(config: Any) -> None:
         raise ConfigError(f"{KEY} needs the package starlette: pip install -e '.[serve]'")
     own = {f"tasks.{name}.agent": task.agent for name, task in config.tasks.items()}
     for key, agent in ({KEY: config.env.agent} | own).items():
-        if agent and not words_of(agent):
+        try:
+            is_function = agent and not words_of(agent)
+        except ValueError as error:
+            raise ConfigError(f"{key}={agent} is no command: {error}. Close the quote.") from None
+        if is_function:
             check_module(agent, key=key)
 
 
@@ -104,6 +108,7 @@ class Agents(RolloutHook):
 
     async def run(self) -> None:
         """Serve until the manager ends."""
+        await self.manager.offload(clear_places)
         listening = bind_listener("127.0.0.1", 0)
         self._port = listening.getsockname()[1]
         self._listens.set()
@@ -155,8 +160,8 @@ class Agents(RolloutHook):
         except SessionOver:
             pass
 
-    async def _run(self, agent: str, told: AgentTask) -> Any:
-        """What it returned, or said at its end."""
+    async def _run(self, agent: str, told: AgentTask) -> Mapping[str, Any]:
+        """What it returned, or said at its end: a `reward`, an `answer`, or neither."""
         function, sandbox = self._functions.get(agent), self._sandbox
         if sandbox is not None:
             words = words_of(agent, is_process=True)
@@ -165,13 +170,16 @@ class Agents(RolloutHook):
             return await run_command(words_of(agent, is_process=True), told.variables, told.plain)
         call = self._coroutines.begin(function(told), agent, copy_context())
         try:
-            return await call.result(float("inf"))
+            said = await call.result(float("inf"))
         except Raised as raised:
             raise AgentEnded(f"raised {text_of(raised.error)}") from raised.error
         except Hung:
             raise AssertionError from None
         finally:
             await call.end()
+        if not isinstance(said, str | int | float | None):
+            raise AgentEnded(f"returned {type(said).__name__}: an agent returns its reward, its answer as a text, or None")
+        return {} if said is None else {"answer" if isinstance(said, str) else "reward": said}
 
     def _blocked(self, agent: str, took_s: float) -> None:
         if agent not in self._blocking:
@@ -208,13 +216,15 @@ class AgentDriver(EnvDriver):
             await self._step(recorder, env, session.answer)
 
 
-def _complete(session: Session, said: Any) -> None:
-    """End it by the agent's own reward, or its answer. Raises AgentEnded for what is neither, and SessionOver."""
-    if not isinstance(said, str | int | float | None):
-        raise AgentEnded(f"returned {type(said).__name__}: an agent returns its reward, its answer as a text, or None")
+def _complete(session: Session, said: Mapping[str, Any]) -> None:
+    """End it by the agent's own `reward`, or its `answer`. Raises AgentEnded for what is neither, and SessionOver."""
+    reward, answer = (said.get("reward"), said.get("answer"))
+    if isinstance(answer, int | float) and not isinstance(answer, bool):
+        answer = f"{answer}"
+    if not isinstance(reward, int | float | None) or not isinstance(answer, str | None):
+        raise AgentEnded("said a result that is none: a reward is a number, and an answer a text")
     try:
-        ending = Ending(answer=said and well_formed(said)) if isinstance(said, str | None) else Ending(reward=float(said))
-        session.complete(ending)
+        session.complete(Ending(None if reward is None else float(reward), answer=answer and well_formed(answer)))
     except Refused as refused:
         raise AgentEnded(f"said a {refused}") from refused
     except OverflowError:

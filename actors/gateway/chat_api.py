@@ -29,7 +29,15 @@ from rubato.bus.message import unpack_f32, unpack_i32
 NumTokens = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
 Temperature = Annotated[float, msgspec.Meta(ge=0, le=100)]
 TopP = Annotated[float, msgspec.Meta(ge=0, le=1)]
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Stop = Annotated[str, msgspec.Meta(min_length=1, max_length=STOP_LENGTH)]
+
+
+UNAVAILABLE = (
+    "logit_bias", "functions", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "bad_words", "ignore_eos",
+    "chat_template", "chat_template_kwargs", "continue_final_message", "audio", "web_search_options",
+)  # fmt: skip
+"""Fields, of OpenAI's API and of vLLM's, that would change the answer."""
 
 
 class StreamOptions(msgspec.Struct):
@@ -53,6 +61,23 @@ class Asked(msgspec.Struct):
     response_format: Any = None
     logit_bias: Any = None
     functions: Any = None
+    function_call: Any = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    bad_words: Any = None
+    min_tokens: Any = None
+    ignore_eos: Any = None
+    chat_template: Any = None
+    chat_template_kwargs: Any = None
+    add_generation_prompt: Any = None
+    continue_final_message: Any = None
+    modalities: Any = None
+    audio: Any = None
+    web_search_options: Any = None
+    stop_token_ids: Annotated[list[TokenId], msgspec.Meta(max_length=MOST_STOPS)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
     return_token_ids: bool | None = None
@@ -71,7 +96,12 @@ class Asked(msgspec.Struct):
         if self.top_logprobs:
             raise invalid("top_logprobs", "only the log-probability of the sampled token is there: leave it out")
         require_absent({"response_format": self.response_format}, plain=[{"type": "text"}])
-        require_absent({"logit_bias": self.logit_bias, "functions": self.functions})
+        require_absent({name: getattr(self, name) for name in UNAVAILABLE})
+        require_absent({"function_call": self.function_call}, plain=["none", "auto"])
+        require_absent({"modalities": self.modalities}, plain=[["text"]])
+        require_absent({"min_tokens": self.min_tokens}, plain=[0])
+        if self.add_generation_prompt is False:
+            raise invalid("add_generation_prompt", "an answer is a turn of its own: leave it out")
         tools = tuple(_tool(told, f"tools[{at}]") for at, told in enumerate(self.tools or ()))
         choice = self.tool_choice
         if isinstance(choice, dict) and choice.get("type") == "function":  # {"type": "function", "function": {"name": …}}
@@ -85,6 +115,7 @@ class Asked(msgspec.Struct):
             most_calls(none=choice == "none", parallel=self.parallel_tool_calls),
             forced(choice, tools, any_of="required"),
             Wanted(self.temperature, self.top_p, self.seed, bool(self.frequency_penalty or self.presence_penalty)),
+            tuple(self.stop_token_ids or ()),
         )
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import sys
 import tempfile
@@ -25,8 +26,13 @@ MODULE_TARGET = re.compile(r"[\w.]+:[A-Za-z_][\w.]*")
 
 TASK_FILE = "RUBATO_TASK_FILE"
 
+PLACES = "rubato-agent-"
+"""Folders for these begin so; the number of the process that made it follows."""
+
 TAIL = 64 * 1024
 """Bytes at the end of each output in which the agent's last words are looked for."""
+
+RESULT = frozenset(("reward", "answer"))
 
 AFTER_S = 1.0
 """How long after an agent's end its outputs are read, which a process that it left may hold open."""
@@ -63,13 +69,13 @@ async def start(words: Sequence[str], variables: Mapping[str, str], shown: Path)
 
 async def run_command(
     words: Sequence[str], variables: Mapping[str, str], told: Mapping[str, Any], *, start: Start = start, most_output: int | None = None
-) -> Any:
-    """What the process said at its end: the reward or the answer in the last line of JSON that it printed, else None.
+) -> dict[str, Any]:
+    """What the process said at its end: `reward` and `answer`, as far as the last line of JSON that it printed has them.
 
     RUBATO_TASK_FILE names a file with `told`. Raises AgentEnded where it can't be started, prints more than `most_output` bytes, or ends
     with another code than 0. Whatever ends this, the process and its group are killed.
     """
-    with tempfile.TemporaryDirectory(prefix="rubato-agent-") as place:
+    with tempfile.TemporaryDirectory(prefix=f"{PLACES}{os.getpid()}-") as place:
         file = Path(place, "task.json")
         file.write_text(json.dumps(told))
         file.chmod(0o644)  # in a folder of our own: a sandbox that shows it may have another user id
@@ -82,7 +88,12 @@ async def run_command(
         raise AgentEnded(f"printed more than {most_output:,} bytes")
     if process.returncode:
         raise AgentEnded(f"ended with {process.returncode}: {clean(err.last_line or out.last_line or 'it said nothing')}")
-    return _result_in(out.text)
+    found = _result_in(out.text)
+    if not found and out.is_cut:
+        raise AgentEnded(
+            f"printed a last line of more than {TAIL:,} bytes, of which no result can be read: print that in a line of its own"
+        )
+    return found
 
 
 async def _heard(process: asyncio.subprocess.Process, most_output: int | None) -> tuple["_Tail", "_Tail"]:
@@ -100,6 +111,14 @@ async def _heard(process: asyncio.subprocess.Process, most_output: int | None) -
         for each in (ended, *reading):
             each.cancel()
     return out, err
+
+
+def clear_places() -> None:
+    """Remove what agents of processes that were killed had been shown, the keys of their sessions among it. Blocks."""
+    for place in Path(tempfile.gettempdir()).glob(f"{PLACES}*"):
+        pid = place.name.removeprefix(PLACES).partition("-")[0]
+        if pid.isdecimal() and not os.path.exists(f"/proc/{pid}"):
+            shutil.rmtree(place, ignore_errors=True)
 
 
 def _kill_group(pid: int) -> None:
@@ -126,6 +145,11 @@ class _Tail:
                 self._on_flood()
 
     @property
+    def is_cut(self) -> bool:
+        """The last line is longer than what is kept."""
+        return self._num > TAIL and b"\n" not in self._kept.rstrip()
+
+    @property
     def text(self) -> str:
         return self._kept.decode(errors="replace")
 
@@ -134,16 +158,15 @@ class _Tail:
         return next((line.strip() for line in reversed(self.text.splitlines()) if line.strip()), "")[:500]
 
 
-def _result_in(text: str) -> Any:
-    """Of the last line that is a JSON object with `reward` or `answer`."""
+def _result_in(text: str) -> dict[str, Any]:
+    """Of the last line that is a JSON object with `reward` or `answer`: those of the two that are not null."""
     for line in reversed(text.splitlines()):
         if line.lstrip().startswith("{"):
             with suppress(ValueError, RecursionError):
                 found = json.loads(line)
-                for key in ("reward", "answer"):
-                    if key in found:
-                        return found[key]
-    return None
+                if RESULT & found.keys():
+                    return {key: found[key] for key in RESULT & found.keys() if found[key] is not None}
+    return {}
 
 
 def main(target: str) -> None:
@@ -152,7 +175,10 @@ def main(target: str) -> None:
     said = load_configured(target, key="env.agent")(task)
     if inspect.iscoroutine(said):
         said = asyncio.run(said)
-    print(json.dumps({"answer" if isinstance(said, str) else "reward": said}), flush=True)  # noqa: T201 - for run_command
+    told = json.dumps({"answer" if isinstance(said, str) else "reward": said})
+    if len(told) >= TAIL:
+        sys.exit(f"it returned {len(told):,} bytes, and an answer may have {TAIL:,}")
+    print(f"\n{told}", flush=True)  # noqa: T201 - for run_command; behind whatever the function left unfinished
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """What a dialect of the gateway is: how it reads a request, and how it writes an answer, an error and a stream."""
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
@@ -83,9 +84,20 @@ def invalid(param: str, why: str) -> Refused:
 def read(decoder: msgspec.json.Decoder[AskedT], body: bytes) -> AskedT:
     """Raises Refused for a body that is none of the decoder's type."""
     try:
-        return decoder.decode(body)
+        return decoder.decode(whole_pairs(body))
     except UNREADABLE as error:
         raise Refused(400, "invalid_request_error", f"the body is none that can be answered here: {error}") from None
+
+
+ESCAPED = re.compile(rb"\\(?:u[dD][89abAB]..\\u[dD][c-fC-F]..|(u[dD][89a-fA-F]..)|.)", re.DOTALL)
+"""One escape of JSON: a pair of surrogates, one that stands alone, or any other."""
+
+
+def whole_pairs(body: bytes) -> bytes:
+    """JSON whose surrogates that stand alone became U+FFFD, as in texts of environments: JavaScript cuts texts within an emoji."""
+    if b"\\ud" not in body and b"\\uD" not in body:
+        return body
+    return ESCAPED.sub(lambda found: b"\\ufffd" if found[1] else found[0], body)
 
 
 def require_absent(unavailable: Mapping[str, Any], *, plain: Iterable[Any] = ()) -> None:

@@ -56,6 +56,8 @@ def _call_of(call: Any) -> Any:
     if not isinstance(told, dict):
         return told
     arguments = told.get("arguments")
+    if arguments is None or arguments == "":
+        arguments = {}
     if isinstance(arguments, str):
         with suppress(ValueError, RecursionError):  # a model may write what is no JSON, or is nested too deep
             arguments = _numbers(json.loads(arguments))
@@ -143,6 +145,8 @@ class _Node:
 
     turn: Turn | None = None
     next: dict[Meaning, "_Node"] = field(default_factory=dict)
+    bare: dict[Meaning, "_Node"] = field(default_factory=dict)
+    """Those that a history without its reasoning leads to, where none of `next` says that."""
 
 
 class Place(NamedTuple):
@@ -185,7 +189,7 @@ class Forest:
         node, before, num = self._roots.get(root), None, 0
         known = node, 0
         for depth, meaning in enumerate(meanings, 1):
-            node = node.next.get(meaning) if node is not None else None
+            node = (node.next.get(meaning) or node.bare.get(meaning)) if node is not None else None
             if node is None:
                 break
             known = node, depth
@@ -249,7 +253,7 @@ class Forest:
             before, node = node, found
         node.turn = turn
         if said.get("reasoning_content"):
-            before.next.setdefault(meaning_of(said, reasoning=False), node)
+            before.bare[meaning_of(said, reasoning=False)] = node
 
     def carrying(self, last: Turn) -> list[Transcript]:
         """The transcripts that led to the turn `last`, and to the other answers to its request: those that have a turn of their path, and

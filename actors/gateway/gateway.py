@@ -56,6 +56,10 @@ FOLLOWS = {
 """By `gateway.history`."""
 
 
+UNASKED = "agents that open sessions"
+"""What it waits for while none does, and none plays."""
+
+
 def run_over() -> Refused:
     """The job is complete, or drains."""
     return Refused(410, "run_over", "the run takes no more sessions")
@@ -127,6 +131,10 @@ class Opening(msgspec.Struct):
     task: str | None = None
     """Of the config's tasks the one that is wanted; None: any."""
     metadata: Any = None
+    row: Any = None
+    seed: Any = None
+    group: Any = None
+    """These three are the sample buffer's to say: a group's sessions play one row under one seed."""
 
 
 class Gateway(EnvManager):
@@ -171,6 +179,7 @@ class Gateway(EnvManager):
         self._wanted = asyncio.Event()
         """Another opening waits, or one less; a new one each time."""
         self._renderers = Renderers(self.run.folder / self.config.model.path, self.offload)
+        self._unasked, self._is_unasked = self.waits.on(UNASKED, blocks_actor=True), False
         self._served: asyncio.Task[None] | None = None
         self._url = ""
         self._takes_more = True
@@ -192,9 +201,10 @@ class Gateway(EnvManager):
             return
         self._url = f"http://{spelt(host or '127.0.0.1')}:{listening.getsockname()[1]}"
         await super().on_start()
-        opening = Route("/sessions", Answering(self._open), methods=["POST"])
+        opening = Route("/sessions", Answering(self._open, method="POST"))
         self._served = self.spawn(self._server.serve(listening, opening), name=f"{self.name}.http")
         await self.offload(self._write_address)
+        self._tell_unasked()
         self.log.info("gateway_listening", url=self._url)
 
     async def on_stop(self) -> None:
@@ -241,6 +251,7 @@ class Gateway(EnvManager):
             await super()._admit()
         finally:
             self._takes_more = False
+            self._tell_unasked()
             while self._openings:
                 opening = self._openings.popleft()
                 if opening.waits:
@@ -297,9 +308,16 @@ class Gateway(EnvManager):
         return found
 
     def _openings_changed(self) -> None:
+        self._tell_unasked()
         self._changed.set()
         self._wanted.set()
         self._wanted = asyncio.Event()
+
+    def _tell_unasked(self) -> None:
+        is_unasked = not self._openings and not self._running and self._takes_more
+        if is_unasked != self._is_unasked:
+            self._is_unasked = is_unasked
+            (self._unasked.open if is_unasked else self._unasked.close)()
 
     async def _deliver(self, request: Put | GiveUp) -> str | None:
         """Its session's agent hears of the fate."""
@@ -318,6 +336,7 @@ class Gateway(EnvManager):
             self._unmatched.pop(driver, None)
             if driver.session is not None:
                 self._server.remove(driver.session)
+            self._tell_unasked()
 
     # -- HTTP ---------------------------------------------------------------------------------------------------------
 
@@ -328,6 +347,9 @@ class Gateway(EnvManager):
             raise Refused(
                 404, "no_such_task", f"the run has no task {opening.task[:80]!r}; it has {', '.join(self._tasks) or 'one without a name'}"
             )
+        if given := next((name for name in ("row", "seed", "group") if getattr(opening, name) is not None), None):
+            why = f"{given}: which {given} a session has is the sample buffer's to say, and the answer tells it: leave it out"
+            raise Refused(400, "invalid_request_error", why)
         if not self._takes_more:
             raise run_over()
         if len(self._openings) >= self._section.max_waiting:

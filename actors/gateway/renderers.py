@@ -87,8 +87,11 @@ def read_turn(
     """The parts of the session's turn `number`, whose token ids are `turn`, as the renderer's family writes them, else those of its `text`.
     Both are without what comes from `stop` on.
     """
-    parse = getattr(renderer, "parse", None)
-    if parse is None or (parsed := parse(prompt, turn)) is None:
+    parse, parsed = getattr(renderer, "parse", None), None
+    if parse is not None:
+        with suppress(Exception):  # a library's, of whatever the model wrote: then it is text
+            parsed = parse(prompt, turn)
+    if parsed is None:
         return said_in(text, number, most_calls=most_calls)
     calls, malformed = list[Call](), list[str]()
     for name, arguments, raw in parsed.calls:

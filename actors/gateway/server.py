@@ -21,7 +21,7 @@ import uvicorn
 
 from rubato.actors.gateway.answering import DIALECTS, answer_in, refusal
 from rubato.actors.gateway.deadlines import Deadlines
-from rubato.actors.gateway.dialect import UNREADABLE, Dialect, Error, openai_error
+from rubato.actors.gateway.dialect import UNREADABLE, Dialect, Error, openai_error, whole_pairs
 from rubato.actors.gateway.session import KEY_PREFIX, Ending, OverCode, Refused, Session, SessionOver, check_ending
 from rubato.bus.message import unpack_i32
 from rubato.runtime.errors import first_cause
@@ -97,16 +97,17 @@ class SessionServer:
         """The ASGI application."""
         from starlette.routing import Route, Router  # for jobs alone that have sessions
 
-        turns = {path: Answering(partial(self._asked, dialect), dialect.error) for path, dialect in DIALECTS.items()}
+        turns = {path: Answering(partial(self._asked, dialect), dialect.error, method="POST") for path, dialect in DIALECTS.items()}
         routes = [  # tried in this order
-            *(Route(below + path, turn, methods=["POST"]) for path, turn in turns.items() for below in ("", "/sessions/{id}")),
+            *(Route(below + path, turn) for path, turn in turns.items() for below in ("", "/sessions/{id}")),
             *opening,
-            Route("/sessions/{id}", Answering(self._show), methods=["GET"]),
-            Route("/sessions/{id}/complete", Answering(self._complete), methods=["POST"]),
-            Route("/v1/models", Answering(self._models), methods=["GET"]),
-            Route("/sessions/{id}/v1/models", Answering(self._models), methods=["GET"]),
+            Route("/sessions/{id}", Answering(self._show, method="GET")),
+            Route("/sessions/{id}/complete", Answering(self._complete, method="POST")),
+            Route("/v1/models", Answering(self._models, method="GET")),
+            Route("/sessions/{id}/v1/models", Answering(self._models, method="GET")),
         ]
-        router = Router(routes)  # what an application adds answers errors, which Answering does
+        # What an application adds answers errors, which Answering does.
+        router = Router(routes, redirect_slashes=False, default=Answering(_nothing_here))
 
         async def app(scope: Any, receive: Any, send: Any) -> None:
             """Most requests are for a turn of a session: these are not sought among the routes."""
@@ -181,6 +182,8 @@ class SessionServer:
         found = self._sessions.get(name) or self._over.get(name)
         if found is None or (key.startswith(KEY_PREFIX) and key != found.key):
             raise Refused(401, "invalid_api_key", "no session has this key")
+        if isinstance(found, Session):
+            found.heard()
         return found
 
     def session_by(self, name: str) -> Session:
@@ -200,14 +203,19 @@ def http_server(app: Any) -> HttpServer:
 class Answering:
     """An endpoint of what `answer` gives, and of how it refuses."""
 
-    def __init__(self, answer: Callable[["Request"], Awaitable[Any]], error: Callable[[Error], Any] = openai_error) -> None:
-        self._answer, self._error = answer, error
+    def __init__(
+        self, answer: Callable[["Request"], Awaitable[Any]], error: Callable[[Error], Any] = openai_error, *, method: str = ""
+    ) -> None:
+        """Of requests with this method; empty: any."""
+        self._answer, self._error, self._method = answer, error, method
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         from starlette.requests import Request
         from starlette.responses import Response
 
         try:
+            if scope["method"] != (self._method or scope["method"]):
+                raise Refused(405, "method_not_allowed", f"{scope['path'][:200]} takes {self._method} alone")
             told = await self._answer(Request(scope, receive))
         except (SessionOver, Refused) as why:
             told = refusal(why, self._error)
@@ -215,6 +223,10 @@ class Answering:
             await told(scope, receive, send)
             return
         await send_json(scope, send, msgspec.json.encode(told))
+
+
+async def _nothing_here(request: "Request") -> Any:
+    raise Refused(404, "not_found", f"there is no {request.scope['path'][:200]}")
 
 
 def key_of(request: "Request") -> str:
@@ -230,7 +242,7 @@ def _name_of(request: "Request") -> str:
 def decoded(body: bytes, kind: type[BodyT]) -> BodyT:
     """Raises Refused."""
     try:
-        return msgspec.json.decode(body or b"{}", type=kind)
+        return msgspec.json.decode(whole_pairs(body) or b"{}", type=kind)
     except UNREADABLE as error:
         raise Refused(400, "invalid_request_error", f"the body is not what is asked for here: {error}") from None
 

@@ -88,7 +88,7 @@ class Ending(msgspec.Struct, frozen=True):
     @property
     def total(self) -> float | None:
         """The reward, if it has one."""
-        return self.reward if self.rewards is None else sum(self.rewards.values())
+        return sum(self.rewards.values()) if self.rewards else self.reward
 
     @property
     def digest(self) -> bytes:
@@ -120,10 +120,11 @@ class Ask(NamedTuple):
     forced: tuple[str, ...] = ()
     """Tools of which the turn is made to begin with a call of one."""
     wanted: Wanted = Wanted()
+    stop_token_ids: tuple[int, ...] = ()
 
     def ends(self, ids: tuple[int, ...], texts: tuple[str, ...]) -> tuple[tuple[int, ...], tuple[str, ...]]:
         """Token ids and texts that end the turn, where these are the template's own."""
-        return ids, (*texts, *self.stop)
+        return tuple(dict.fromkeys((*ids, *self.stop_token_ids))), (*texts, *self.stop)
 
 
 class AskTokens(NamedTuple):
@@ -304,7 +305,7 @@ class Session:
             raise Refused(429, "too_many_requests", f"{self._asking} requests of this session are under way already")
         self._asking += ask.n
         self._quiet.clear()
-        self._heard()
+        self.heard()
         try:
             async with self._within.block() as limit:
                 self._limits[limit] = None
@@ -324,7 +325,7 @@ class Session:
             self._asking -= ask.n
             if not self._asking:
                 self._quiet.set()
-            self._heard()
+            self.heard()
 
     async def count(self, ask: Ask) -> int:
         """Tokens that the prompt of such a request has. Raises SessionOver and Refused."""
@@ -334,7 +335,7 @@ class Session:
         except ValueError as error:
             raise Refused(400, "invalid_request_error", str(error)) from error
         finally:
-            self._heard()
+            self.heard()
 
     async def _turns(self, ask: Ask | AskTokens) -> tuple[Answer, ...]:
         prompt = await self._prompt(ask)
@@ -474,7 +475,7 @@ class Session:
         for limit in self._limits:
             limit.cut()
 
-    def _heard(self) -> None:
+    def heard(self) -> None:
         """A request began, or is over: a session with one under way does not expire."""
         self._heard_at = asyncio.get_running_loop().time()
 

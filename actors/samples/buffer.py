@@ -260,7 +260,7 @@ class SampleBuffer(Actor):
             changed = self._outcomes.event
             limit = f"samples.ticket_ttl_s={self.config.samples.ticket_ttl_s:g}"
             wait = self.waits.on(f"batch {request.step}", stage="batch", limit=limit, idle=True)
-            with wait.described_by(lambda plan=found: why_no_batch(self._groups, plan)), suppress(TimeoutError):
+            with wait.described_by(lambda plan=found: self._held_up(why_no_batch(self._groups, plan))), suppress(TimeoutError):
                 async with asyncio.timeout_at(until):
                     await changed.wait()
             if self._now() >= until:
@@ -308,7 +308,7 @@ class SampleBuffer(Actor):
         group = self._groups.round(f"eval-{request.key}", request.num, request.version, request.samples)
         self._slots.set()
         wait = self.waits.on(f"evaluation {request.key}", stage="evaluation", idle=True)
-        with wait.described_by(lambda: why_unfinished(group)), suppress(TimeoutError):
+        with wait.described_by(lambda: self._held_up(why_unfinished(group))), suppress(TimeoutError):
             async with asyncio.timeout(request.wait_s):
                 while not group.complete:
                     await self._outcomes.event.wait()
@@ -350,7 +350,7 @@ class SampleBuffer(Actor):
             wait = self.waits.on(holder, stage="aside", idle=True)  # blocked.py knows it
             return wait.described_by(lambda: (self._records.why(holder), ""))
         wait = self.waits.on("tickets", stage="slots", limit=f"staleness.alpha={self._groups.alpha}", idle=True)
-        return wait.described_by(lambda: why_no_tickets(self._groups))
+        return wait.described_by(lambda: self._held_up(why_no_tickets(self._groups)))
 
     async def _make_durable(self, tickets: list[Ticket]) -> list[Ticket]:
         """The tickets to send, durable. A manager that gave up asking never saw them; those taken back meanwhile are left out."""
@@ -545,6 +545,11 @@ class SampleBuffer(Actor):
     async def _drains(self, holder: str) -> bool:
         lease = await self._journal.retried(lambda: self.store.held(f"actor/{holder}"))
         return lease is not None and msgspec.msgpack.decode(lease.value, type=ActorRecord).state == "draining"
+
+    def _held_up(self, why: tuple[str, str]) -> tuple[str, str]:
+        """With the actor that stands for environment managers where the job has one in their place."""
+        managers = self.peers(ENV_MANAGER)
+        return (why[0], managers[0]) if len(managers) == 1 and why[1] == ENV_MANAGER else why
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()

@@ -89,7 +89,7 @@ async def test_a_function_and_its_task_are_read_in_a_sandbox_of_its_own(tmp_path
     words = words_of(f"{tmp_path}/mine.py:play", is_process=True)
 
     async with place_of(sandbox_read=[str(tmp_path)]) as place:
-        assert await run_command(words, {}, {"prompt": "ab"}, start=place.sandbox.start) == "abab"
+        assert await run_command(words, {}, {"prompt": "ab"}, start=place.sandbox.start) == {"answer": "abab"}
 
 
 async def test_one_that_can_not_be_started_says_so():

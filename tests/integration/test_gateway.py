@@ -191,6 +191,10 @@ async def test_what_can_not_be_had_is_refused_with_a_status_that_clients_underst
         refused = [
             await client.post("/sessions", json={}, headers={"Authorization": "Bearer no"}),
             await client.post("/sessions", json={"task": "none"}),
+            *[await client.post("/sessions", json={key: 3}) for key in ("row", "seed", "group")],
+            await client.get("/nothing/here"),
+            await client.get(f"/sessions/{one}/v1/chat/completions"),
+            await client.post("/v1/models/"),
         ]
         found = {
             "no json": await ask(b"{"),
@@ -212,7 +216,8 @@ async def test_what_can_not_be_had_is_refused_with_a_status_that_clients_underst
         of_another = {"Authorization": f"Bearer {other['api_key']}"}
         over_by_another = await ask(chat, headers=of_another), await ask({"reward": 2}, f"/sessions/{one}/complete", of_another)
 
-    assert [told.status_code for told in refused] == [401, 404]
+    assert [told.status_code for told in refused] == [401, 404, 400, 400, 400, 404, 405, 404]
+    assert [told.json()["error"]["code"] for told in refused[-3:]] == ["not_found", "method_not_allowed", "not_found"]
     assert found == {
         "no json": (400, "invalid_request_error"),
         "no messages": (400, "invalid_request_error"),

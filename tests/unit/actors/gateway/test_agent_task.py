@@ -28,15 +28,32 @@ def test_clients_of_both_apis_find_their_address_in_the_environment():
     assert told["RUBATO_SESSION"] == "s1"
 
 
-@pytest.mark.parametrize("said", [10**400, -(10**400), float("nan"), float("inf"), [], {"reward": 1}])
-async def test_what_is_no_reward_is_the_agent_s_failure(said):
+@pytest.mark.parametrize("reward", [10**400, -(10**400), float("nan"), float("inf"), [], {"reward": 1}, "0.9"])
+async def test_what_is_no_reward_is_the_agent_s_failure(reward):
     with pytest.raises(AgentEnded):
-        _complete(scripted_session("hi"), said)
+        _complete(scripted_session("hi"), {"reward": reward})
+
+
+@pytest.mark.parametrize("answer", [["42"], {"is": 42}, True])
+async def test_what_is_no_answer_is_the_agent_s_failure(answer):
+    with pytest.raises(AgentEnded):
+        _complete(scripted_session("hi"), {"answer": answer})
+
+
+@pytest.mark.parametrize(
+    ("told", "is_rewarded", "answer"), [({"answer": 42}, False, "42"), ({"reward": 0.5, "answer": "x"}, True, "x"), ({}, False, "")]
+)
+async def test_an_answer_is_no_reward_though_it_is_a_number(told, is_rewarded, answer):
+    session = scripted_session("hi")
+
+    _complete(session, told)
+
+    assert (session.rewarded, session.answer) == (is_rewarded, answer)
 
 
 async def test_an_answer_reaches_its_environment_as_a_text_that_a_wire_holds():
     session = scripted_session("hi")
 
-    _complete(session, "one \ud800 alone")
+    _complete(session, {"answer": "one \ud800 alone"})
 
     assert session.answer == "one \ufffd alone"

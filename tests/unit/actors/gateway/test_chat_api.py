@@ -6,6 +6,7 @@ import pytest
 
 from rubato.actors.gateway import chat_api
 from rubato.actors.gateway.dialect import Head
+from rubato.actors.gateway.session import Refused
 from tests.scripted_sessions import scripted_session
 
 HEAD = Head("h1", 5, "m")
@@ -92,3 +93,59 @@ def test_a_developer_is_the_system_and_parts_are_one_text():
     given = asked(messages=[{"role": "developer", "content": [{"type": "text", "text": "be "}, {"type": "text", "text": "brief"}]}])
 
     assert [*given.ask.messages] == [{"role": "system", "content": "be brief"}]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"structured_outputs": {"json": {}}},
+        {"guided_json": {"type": "object"}},
+        {"bad_words": ["no"]},
+        {"ignore_eos": True},
+        {"min_tokens": 3},
+        {"chat_template_kwargs": {"enable_thinking": False}},
+        {"continue_final_message": True},
+        {"add_generation_prompt": False},
+        {"modalities": ["text", "audio"]},
+        {"web_search_options": {"user_location": None}},
+        {"function_call": {"name": "add"}},
+    ],
+)
+def test_what_would_change_the_answer_and_can_not_be_had_is_named(more):
+    with pytest.raises(Refused, match=next(iter(more))) as refused:
+        _ = asked(**more).ask
+
+    assert refused.value.status == 400
+
+
+def test_what_changes_nothing_is_taken():
+    given = asked(structured_outputs=None, guided_json=None, bad_words=[], min_tokens=0, modalities=["text"], function_call="auto")
+
+    assert given.ask.n == 1
+    assert asked(add_generation_prompt=True, continue_final_message=False, chat_template_kwargs={}).ask.n == 1
+
+
+async def test_token_ids_that_a_client_names_end_a_turn_too():
+    session = scripted_session("five")
+
+    await session.turns(asked(stop_token_ids=[7, 8]).ask)
+
+    assert session.proxy.asked[0].sampling.stop_token_ids[-2:] == (7, 8)
+
+
+@pytest.mark.parametrize(
+    ("written", "text"),
+    [
+        (r"\ud800x", "\ufffdx"),
+        (r"x\udc00", "x\ufffd"),
+        (r"\ud83d\ude00", "\U0001f600"),
+        (r"\ud83d\ud83d\ude00", "\ufffd\U0001f600"),
+        (r"\uD83D", "\ufffd"),
+        (r"\\ud800", "\\ud800"),
+        (r"\\\ud800\"", '\\\ufffd"'),
+    ],
+)
+def test_half_a_character_is_replaced_as_in_texts_of_environments(written, text):
+    body = b'{"messages": [{"role": "user", "content": "' + written.encode() + b'"}]}'
+
+    assert chat_api.asked_in(body).ask.messages[0]["content"] == text

@@ -162,6 +162,27 @@ def test_a_history_may_leave_out_what_the_model_reasoned(forest, kept):
     assert forest.place([USER, CALLED | {"reasoning_content": "other"}, RESULT]).before is None
 
 
+@pytest.mark.parametrize("thinks_first", [True, False])
+def test_of_answers_that_differ_by_what_was_reasoned_a_history_leads_to_the_one_that_it_has(forest, thinks_first):
+    answers = [{"role": "assistant", "content": "x", "reasoning_content": "because"}, {"role": "assistant", "content": "x"}]
+    turns = {}
+    for number, said in enumerate(answers if thinks_first else answers[::-1]):
+        turns["reasoning_content" in said] = play(forest, [USER], said, ids(1), ids(7 + number))[1]
+
+    assert forest.place([USER, answers[0], USER]).before is turns[True]
+    assert forest.place([USER, answers[1], USER]).before is turns[False]
+
+
+@pytest.mark.parametrize("arguments", ["", None, "{ }", {}])
+def test_a_call_without_arguments_is_the_same_however_that_is_written(forest, arguments):
+    def called(arguments):
+        return CALLED | {"tool_calls": [CALL | {"function": {"name": "look", "arguments": arguments}}]}
+
+    _, turn = play(forest, [USER], called("{}"), ids(1), ids(7))
+
+    assert forest.place([USER, called(arguments), RESULT]).before is turn
+
+
 def choose(forest, place, shown, sampled, said):
     """One of several answers to a request."""
     transcript = forest.opened(place, shown, alone=True)

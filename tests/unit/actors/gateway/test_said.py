@@ -28,6 +28,8 @@ def test_a_call_has_its_name_its_arguments_and_an_id_of_its_own():
         '<tool_call>{"arguments": {}}</tool_call>',
         '<tool_call>{"name": 3, "arguments": {}}</tool_call>',
         '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": {"a": 1e999}}</tool_call>',
         '<tool_call>{"name": "f", "arguments": {}}',
         "<tool_call>" + '{"a":' * 2000 + "}" * 2000 + "</tool_call>",
     ],

@@ -4,6 +4,7 @@ import asyncio
 from array import array
 
 import pytest
+from starlette.requests import Request
 
 from rubato.actors.config import EvalSection, RolloutSection
 from rubato.actors.envs.chat import ChatRenderer
@@ -236,6 +237,20 @@ async def test_a_session_does_not_expire_while_a_request_is_under_way(model_fold
     with pytest.raises(GaveUp) as end:
         await driving
     assert end.value.reason == "agent_left"
+
+
+async def test_a_session_that_is_asked_for_anything_does_not_expire(model_folder):
+    played = Played(model_folder, idle_s=0.2)
+    driving = asyncio.ensure_future(played.session.drive(played.recorder))  # noqa: TID251 - it ends before the test does
+    server = SessionServer("run")
+    server.add(played.session)
+    for _ in range(4):
+        await asyncio.sleep(0.1)
+        server._session_of(Request({"type": "http", "headers": [(b"x-api-key", played.session.key.encode())], "path_params": {}}))
+
+    assert not driving.done()
+    with pytest.raises(GaveUp):
+        await driving
 
 
 async def test_what_another_session_of_the_same_attempt_asked_is_not_its_answer(model_folder):
