@@ -134,8 +134,13 @@ def _entered(sandbox: Sandbox) -> Iterator[str]:
     yield from ("--proc", "/proc", "--dev", "/dev")
     for place in ("/tmp", "/dev/shm"):
         yield from ("--perms", "1777", "--size", str(tmp_bytes), "--tmpfs", place)
-    for place in _shown(sandbox.read):
+    shown = _shown(sandbox.read)
+    for place in shown:
         yield from _bound(place)
+    for code in _kept_code() if root else ():
+        if any(Path(code) != Path(place) and Path(code).is_relative_to(place) for place in shown):  # in a run folder, its owner's alone
+            run = os.path.dirname(code)
+            yield from ("--perms", "0755", "--tmpfs", run, *_bound(code), "--remount-ro", run)
     yield from ("--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp", "--")
     memory = (bounds.memory_mb or MEMORY_MB) << 20
     yield from ("prlimit", f"--as={memory}", f"--fsize={tmp_bytes}", f"--nofile={MOST_FILES_OPEN}", "--core=0")
@@ -151,14 +156,17 @@ def _bound(place: str) -> Iterator[str]:
 
 def _shown(more: Iterable[str]) -> list[str]:
     """Python's folders, ours, the code that the run keeps, and `more`; those within others left out, outer ones first."""
-    kept = [str(code.folder) for code in in_use() if code.folder.is_dir()]
-    wanted = {os.path.abspath(place) for place in (*_python_places(), *_our_places(), *kept, *more)}
+    wanted = {os.path.abspath(place) for place in (*_python_places(), *_our_places(), *_kept_code(), *more)}
     wanted |= {os.path.realpath(place) for place in wanted}
     found: list[str] = []
     for place in sorted(wanted, key=lambda place: place.count("/")):
         if not any(Path(place).is_relative_to(outer) for outer in (*SYSTEM, *found)):
             found.append(place)
     return found
+
+
+def _kept_code() -> list[str]:
+    return [os.path.abspath(code.folder) for code in in_use() if code.folder.is_dir()]
 
 
 def _python_places() -> Iterator[str]:

@@ -18,6 +18,7 @@ from rubato.actors.config import RewardSection
 from rubato.actors.messages.samples import Score, Scores
 from rubato.actors.rewards.scorer import Scorer
 from rubato.runtime.bubblewrap import Bounds, Sandbox, sandboxed
+from rubato.runtime.importer import KeptCode
 from tests.jobs import rubato
 from tests.sandboxes import needs_bwrap
 
@@ -91,6 +92,25 @@ async def test_what_it_is_shown_it_reads_and_can_not_write(secret):
 
     assert await got_out("reads", {"path": str(secret)}, **shown) == Scores((1.0,))
     assert await got_out("writes", {"path": str(secret)}, **shown) == Scores((0.0,))
+
+
+@needs_bwrap
+def test_code_that_a_run_keeps_is_read_though_its_run_folder_is_within_what_is_shown(tmp_path, monkeypatch):
+    tmp_path.chmod(0o755)
+    code = tmp_path / "run" / "code"
+    code.mkdir(parents=True)
+    (tmp_path / "run").chmod(0o700)
+    (tmp_path / "run" / "keys.json").write_text("private")
+    (code / "files.json").write_text("{}")
+    (tmp_path / "mine.txt").write_text("mine")
+    monkeypatch.setenv("RUBATO_CODE", str(code))
+    monkeypatch.setattr("rubato.runtime.bubblewrap.in_use", lambda: [KeptCode(code)])
+    see = f"import os; print(open({str(code / 'files.json')!r}).read(), open({str(tmp_path / 'mine.txt')!r}).read())"
+    argv, env = sandboxed((sys.executable, "-c", see), Sandbox(read=(str(tmp_path),)))
+
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=60, check=False)
+
+    assert (done.returncode, done.stdout) == (0, "{} mine\n"), done.stderr
 
 
 ESCAPED = [
