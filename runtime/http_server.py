@@ -24,8 +24,11 @@ CLIENT = "rubato.client"
 
 
 def token_in(variable: str) -> str:
-    """The token in a variable of the environment; empty where there is none."""
-    return os.environ.get(variable, "").strip()
+    """The token in a variable of the environment; empty where there is none. Raises ConfigError for one that a header can't hold."""
+    token = os.environ.get(variable, "").strip()
+    if not (token.isascii() and token.isprintable()):
+        raise ConfigError(f"{variable} has a sign that a header of HTTP can't hold: write a token of ASCII letters and digits there")
+    return token
 
 
 def check_token(key: str, host: str, variable: str) -> None:

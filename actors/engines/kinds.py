@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from rubato.actors import plugins
+from rubato.actors.checkpoints import model_folder
 from rubato.actors.checkpoints.devices import check_device, may_use_cuda
-from rubato.actors.checkpoints.hf_files import check_length, check_positions, read_config, shapes_of
+from rubato.actors.checkpoints.hf_files import ModelConfig, check_length, check_positions, read_config
 from rubato.actors.checkpoints.model_folder import HEAD, most_positions, read_description, read_tensors
 from rubato.actors.config import CUDA, engine_specs
 from rubato.actors.engines.engine import ENGINES, VLLM_MISSING, EngineError
@@ -132,3 +133,28 @@ def preload(config: Any) -> tuple[str, ...] | None:
         return ()
     path = ENGINES.get(made := plugins.engine_kind(config)[0], made)
     return None if kind != "torch" or may_use_cuda(config.model.device) else ("torch", path.partition(":")[0])
+
+
+def shapes_of(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor that the engine computes with, by its name in a model folder."""
+    e, f, d = config.hidden_size, config.intermediate_size, config.head_dim
+    widths = {"q": config.num_heads * d, "k": config.num_kv_heads * d, "v": config.num_kv_heads * d}
+    shapes: dict[str, tuple[int, ...]] = {model_folder.EMBED: (config.vocab_size, e), "model.norm.weight": (e,)}
+    if not config.tied:
+        shapes[model_folder.HEAD] = (config.vocab_size, e)
+    for at in (f"model.layers.{i}." for i in range(config.num_layers)):
+        shapes |= {f"{at}input_layernorm.weight": (e,), f"{at}post_attention_layernorm.weight": (e,)}
+        shapes |= {f"{at}self_attn.{x}_proj.weight": (width, e) for x, width in widths.items()}
+        shapes |= {f"{at}self_attn.{x}_proj.bias": (width,) for x, width in widths.items() if config.qkv_bias}
+        shapes |= {f"{at}self_attn.{x}_norm.weight": (d,) for x in "qk" if config.qk_norm}
+        shapes[f"{at}self_attn.o_proj.weight"] = (e, widths["q"])
+        width = config.experts.size if config.experts else f
+        sizes = {"gate": (width, e), "up": (width, e), "down": (e, width)}
+        if config.experts:
+            shapes[f"{at}mlp.gate.weight"] = (config.experts.num, e)
+        for each in (f"{at}mlp.experts.{i}." for i in range(config.experts.num)) if config.experts else (f"{at}mlp.",):
+            shapes |= {f"{each}{x}_proj.weight": size for x, size in sizes.items()}
+        shapes |= {f"{at}mlp.{x}_proj.bias": size[:1] for x, size in sizes.items() if config.mlp_bias}
+        if config.out_bias:
+            shapes[f"{at}self_attn.o_proj.bias"] = (e,)
+    return shapes

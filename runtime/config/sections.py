@@ -181,12 +181,17 @@ class HostsSection(Section):
     """What a host must be beside the labels of its pools; it has them among its `host.labels` then."""
 
 
+def _text(value: object) -> object:
+    """`OMP_NUM_THREADS: 4` is meant as the environment has it, and the number of a job of Slurm as its name."""
+    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
 class LaunchSection(Section):
     """Where the run gets hosts beside the one that launches it."""
 
     backend: str = "here"
     """The engine that places `hosts`: here (this host), ray (docs/ray.md), slurm (docs/slurm.md), or the import path of a HostPlacer."""
-    address: str = "auto"
+    address: Annotated[str, BeforeValidator(_text)] = "auto"
     """Where that engine is reached, in its own terms; auto: where it says itself that it is, as by a variable of the environment."""
     hosts: dict[str, HostsSection] = {}
     """Kinds of hosts by name. They need `bus.host`. Empty: the launching host, and what joins it by token."""
@@ -199,16 +204,11 @@ class LaunchSection(Section):
     @classmethod
     def _have_names(cls, hosts: dict[str, HostsSection]) -> dict[str, HostsSection]:
         for name in hosts:
-            if not POOL.match(name):
+            if not POOL.fullmatch(name):
                 raise ValueError(f"{name} can't be a name of hosts: use letters, digits, - and _")
             if name == "node":
                 raise ValueError("node can't be a name of hosts: node-1 is the launching one")
         return hosts
-
-
-def _text(value: object) -> object:
-    """`OMP_NUM_THREADS: 4` is meant as the environment has it."""
-    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
 def _dotted(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
@@ -223,8 +223,8 @@ def _dotted(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
 DEVICES = "CUDA_VISIBLE_DEVICES"
 """The variable that says which GPUs a process sees."""
 
-VARIABLE = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*$")
-POOL = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_-]*$")
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+POOL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 
 
 class PoolSection(Section):
@@ -255,7 +255,7 @@ class PoolSection(Section):
         if self.gpus and DEVICES in self.env:
             raise ValueError(f"gpus={self.gpus} and env.{DEVICES}={self.env[DEVICES]} both say which GPUs. Keep one of them")
         for name, value in self.env.items():
-            if not VARIABLE.match(name) or "\0" in value:
+            if not VARIABLE.fullmatch(name) or "\0" in value:
                 raise ValueError(f"{name!r} in env can't be set: name a variable by letters, digits and _, its value without NUL")
         return self
 
@@ -295,7 +295,7 @@ class ActorSpec(Section):
     @model_validator(mode="after")
     def _has_pools_that_can_be_named(self) -> Self:
         for name in self.pools:
-            if not POOL.match(name):
+            if not POOL.fullmatch(name):
                 raise ValueError(f"{name} can't be a pool's name: use letters, digits, - and _")
         return self.model_copy(update={"count": len(self.members)}) if self.pools else self
 

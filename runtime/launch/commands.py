@@ -83,6 +83,7 @@ def launch(argv: list[str], name: str = "launch", load_by: LoadBy = load) -> int
 def _dry_run(config: Config, folder: Path, told: list[str], *, resume: bool, force: bool, brought: bool) -> int:
     """Print the resolved config, and everything that a launch would be refused for."""
     from rubato.runtime.launch.placer import placer_problems
+    from rubato.runtime.store import fitness
 
     unnamed: list[str] = []
     try:
@@ -96,6 +97,7 @@ def _dry_run(config: Config, folder: Path, told: list[str], *, resume: bool, for
         *held.problems(resume=resume, force=force, model=config.model_path),
         *HostPlaces.here(config).problems(),
         *placer_problems(config),
+        *fitness.problems(config.state),
         *unnamed,
         *problems(config, held.path, replaced=force, pinned=not unnamed, brought=brought),
     ]
@@ -217,7 +219,9 @@ def add(argv: list[str]) -> int:
     parser.add_argument("--pool", default="", help="of the role's pools, the one that they are to be in")
     help_pools = "with --join, in place of a role: processes by pool, or by a role that has none, such as far=8,env_manager=2"
     parser.add_argument("--pools", type=_pools, default={}, metavar="NAME=N,…", help=help_pools)
-    help_host = "with --run: the host that starts them, as rubato hosts names it; with --join: this host's address as the others reach it"
+    help_host = (
+        "with --run: the node agent of the host that starts them, such as node-2; with --join: this host's address as the others reach it"
+    )
     parser.add_argument("--host", default="", help=help_host)
     parser.add_argument("--run-dir", type=_run_dir, help="with --join: folder for this host's part of the run")
     given = parser.parse_intermixed_args(argv)

@@ -25,13 +25,15 @@ from rubato.runtime.observe.trace import wall_s
 
 PREFIX = "rubato-"
 """Of folders of sockets."""
+ALIVE = ".sockets.lock"
+"""In each of them, see _mark_alive."""
 ADDRESSES = ("state.url", "checkpoint.mirror")
 """Keys whose values may hold a password, so that no change of one is written down."""
 CHANGES = "changes.jsonl"
 """A line for each resumption with other values: `unix_s`, and `changed`, each with its `key`, `old` and `new`."""
 
 MADE = (
-    CHANGES, "checkpoints", "cluster.json", CODE, "config.yaml", "evals.jsonl", "logs", "metrics.jsonl", "report.png", "run.json", "run.tmp", "samples", "samples.jsonl",
+    CHANGES, "checkpoints", "cluster.json", CODE, "config.yaml", "evals.jsonl", "hosts", "logs", "metrics.jsonl", "report.png", "run.json", "run.tmp", "samples", "samples.jsonl",
     "samples-*.jsonl.gz", "samples.lost-*.jsonl.gz", "samples.lost.jsonl", "samples.parts.json", "state", "trace", "trace.json", "trace.json.tmp", "trajectories",
 )  # fmt: skip
 """Patterns of what a run writes into its folder, and all that `force` takes away: a model made there, the keys and a user's files stay."""
@@ -57,19 +59,22 @@ class Words(NamedTuple):
 
 
 ON_THE_COMMAND_LINE = Words("--resume", "--force", "another --run-dir")
+ON_A_HOST = Words("", "", "another --run-dir")
 IN_A_PROGRAM = Words("resume=True and its store=", "force=True", "another folder")
 
 
 class RunFolder:
     """Owns the lock of a run folder while a launcher, or a program that embeds the job (which needs no sockets), runs in it."""
 
-    def __init__(self, path: Path, *, embedded: bool = False) -> None:
+    def __init__(self, path: Path, *, embedded: bool = False, words: Words | None = None) -> None:
+        """`words` are those of what it is for; without, those of a launch, or of a program."""
         self.path = path
         self._embedded = embedded
-        self._words = IN_A_PROGRAM if embedded else ON_THE_COMMAND_LINE
+        self._words = words or (IN_A_PROGRAM if embedded else ON_THE_COMMAND_LINE)
         self._lock: IO[str] | None = None
         self._resumes = False
         self._sockets: Path | None = None
+        self._alive: int | None = None
 
     @property
     def config(self) -> Path:
@@ -139,6 +144,8 @@ class RunFolder:
         (self.path / "logs").mkdir(mode=0o700, exist_ok=True)
         if not self._embedded:
             self._sockets = _sockets(previous.sockets if same and previous else "")
+            self._alive = _mark_alive(self._sockets)
+            _sweep(self._sockets.parent)
         run_id = previous.id if previous else f"{self.path.name}-{secrets.token_hex(4)}"
         gate = previous.gate if previous else ""
         return RunCard(run_id, str(self._sockets or ""), "", os.getpid(), wall_s(), gate=gate)
@@ -155,10 +162,8 @@ class RunFolder:
         """Raises LaunchError where there is a run, and neither `resume` nor `force` was given."""
         began = any(self._holds(name) for name in ("metrics.jsonl", "checkpoints", "samples.jsonl", "samples"))
         if began and not (resume or force):
-            raise LaunchError(
-                f"{self.path} already holds a run{self._standing()}. "
-                f"Add {self._words.resume} to go on, {self._words.force} to overwrite, or {self._words.other}."
-            )
+            either = f"Add {self._words.resume} to go on, {self._words.force} to overwrite, or" if self._words.resume else "Choose"
+            raise LaunchError(f"{self.path} already holds a run{self._standing()}. {either} {self._words.other}.")
 
     def bring(self, bring: Callable[[Path], list[str]], config: str, model: str) -> list[str]:
         """Make this the folder of a run that is to be resumed, with what `bring` brings into it; returns what that returns.
@@ -229,6 +234,9 @@ class RunFolder:
         """Release the folder; the sockets go, everything else stays, and what was to be replaced is back unless `commit` came."""
         if self._sockets is not None:
             _clear(self._sockets)
+        if self._alive is not None:
+            os.close(self._alive)
+            self._alive = None
         if self._lock is not None:
             self._bring_back()
             self._lock.close()
@@ -349,6 +357,23 @@ def _sockets(before: str) -> Path:
             os.mkdir(before, 0o700)
             return Path(before)
     return Path(tempfile.mkdtemp(prefix=PREFIX))
+
+
+def _mark_alive(sockets: Path) -> int:
+    """A file there that is locked for as long as this process lives: it has its name only then."""
+    draft = sockets / f"{ALIVE}.new"
+    file = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    draft.rename(sockets / ALIVE)
+    return file
+
+
+def _sweep(place: Path) -> None:
+    """Remove the folders of sockets whose process was killed: a run that goes on clears its own away, a placed host has a run folder of its own each time."""
+    for mark in place.glob(f"{PREFIX}*/{ALIVE}"):
+        with suppress(OSError), mark.open("a") as file:  # of another user, of one that lives, or gone by now
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _clear(mark.parent)
 
 
 def is_held(folder: Path) -> bool:

@@ -69,16 +69,23 @@ async def host_rows(store: Store) -> list[HostRow]:
     names = await store.fetch([name_key(node.name) for node in nodes])
     known = await store.fetch([record_key(name) for name in asked])
     placed = {name: msgspec.json.decode(data, type=HostRecord) for name, data in zip(asked, known, strict=True) if data}
-    rows = [_joined(node, (name or b"").decode(), records, placed) for node, name in zip(nodes, names, strict=True)]
+    newest = {name: node.incarnation for node, name in sorted(zip(nodes, names, strict=True), key=lambda each: each[0].incarnation) if name}
+    rows = [
+        _joined(node, (name or b"").decode(), records, placed, is_lost=newest.get(name or b"", node.incarnation) != node.incarnation)
+        for node, name in zip(nodes, names, strict=True)
+    ]
     there = {row.name for row in rows}
     waited = ((name, record) for name, record in placed.items() if name not in there)
     return rows + [HostRow(name, record.backend, record.id, dict(record.pools), record.state) for name, record in waited]
 
 
-def _joined(node: ActorRecord, name: str, records: Sequence[ActorRecord], placed: dict[str, HostRecord]) -> HostRow:
+def _joined(
+    node: ActorRecord, name: str, records: Sequence[ActorRecord], placed: dict[str, HostRecord], *, is_lost: bool = False
+) -> HostRow:
+    """`is_lost`: a later host has its name."""
     actors = [record for record in records if record.node == node.name and record is not node]
-    record = placed.get(name)
-    state: HostState = "draining" if node.state == "draining" else "ready"
+    record = None if is_lost else placed.get(name)
+    state: HostState = "lost" if is_lost else "draining" if node.state == "draining" else "ready"
     return HostRow(
         name if record else node.name,
         record.backend if record else "",

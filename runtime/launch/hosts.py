@@ -11,6 +11,7 @@ from rubato.bus.message import Request
 from rubato.runtime.actor import Actor
 from rubato.runtime.config import Config
 from rubato.runtime.host import JobHost
+from rubato.runtime.launch.host_list import name_key
 from rubato.runtime.messages import MOST_ADDED, AddActors, Added, DrainActors, NotAdded, RestartActors, StopJob
 from rubato.runtime.places import HostPlaces
 from rubato.runtime.registry import NODE, role_of
@@ -36,8 +37,12 @@ class JobHosts:
         """Of those that were given."""
         self._lost: dict[str, float] = {}
         """Host → loop time at which it went out of reach."""
+        self._told_gone: dict[str, float] = {}
+        """The same of those that were told as gone."""
         self._said: set[str] = set()
         """Hosts that said so."""
+        self._ended: set[str] = set()
+        """Hosts whose process has ended, which their placer tells of."""
         self._leaving: set[str] = set()
         self._left: set[str] = set()
         """Actors that were drained: a request that is repeated, because its answer was lost, gets that answer again."""
@@ -62,13 +67,20 @@ class JobHosts:
         if self._agent.name != NODE:
             return
         now = asyncio.get_running_loop().time()
-        for host in (name for name in left if role_of(name) == NODE_ROLE and name not in joined):
+        for host in (name for name in left if role_of(name) == NODE_ROLE and name not in (*joined, *self._ended)):
             self._lost[host] = now
             self._agent.spawn(self._tell_of(host, now), name=f"node.lost.{host}")
         for host in (name for name in joined if name in self._lost):
             away_s = now - self._lost.pop(host)
             if away_s > SURE_S:
                 self._tell(f"{host} is back after {away_s:.0f} s{self._with(host)}", True)
+        for host in (name for name in joined if name in self._told_gone):
+            self._tell(f"{host} is back after all, after {now - self._told_gone.pop(host):.0f} s{self._with(host)}", True)
+
+    def ended(self, host: str) -> None:
+        """Its process has ended: it does not come back, and its placer says so."""
+        self._ended.add(host)
+        self._lost.pop(host, None)
 
     async def _tell_of(self, host: str, since: float) -> None:
         """What becomes of a host that is out of reach `since` then."""
@@ -87,7 +99,7 @@ class JobHosts:
         self._tell(f"{host} is out of reach{self._with(host)}. {back}; {limit}", False)
         await asyncio.sleep(lease_s)
         if self._lost.get(host) == since:
-            self._lost.pop(host)
+            self._told_gone[host] = self._lost.pop(host)
             self._tell(f"{host} is gone: it was out of reach for {lease_s:g} s{self._with(host)}", False)
 
     def _with(self, host: str) -> str:
@@ -140,6 +152,7 @@ class JobHosts:
         """Drain these actors and those of `pool` wherever they run, or refuse all; the name of a host that joined stands for its actors,
         and lets it go.
         """
+        names = await self._by_node(names)
         if pool:
             if refused := self._no_pool(pool):
                 return refused
@@ -187,6 +200,13 @@ class JobHosts:
         await self._gone(hosts, limit_s)
 
     # -- parts --------------------------------------------------------------------------------------------------
+
+    async def _by_node(self, names: Sequence[str]) -> Sequence[str]:
+        """With its node agent in place of a host's name in `launch.hosts`, such as far-1."""
+        if not self._job.launch.hosts or not {*names}.difference(self.running(), self.others(), self._left):
+            return names
+        nodes = {name.decode(): key.removeprefix(name_key("")) for key, name in (await self._agent.store.scan(name_key(""))).items()}
+        return [nodes.get(name, name) for name in names]
 
     def _by_host(self, names: Iterable[str]) -> dict[str, list[str]]:
         found: dict[str, list[str]] = {}

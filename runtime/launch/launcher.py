@@ -29,7 +29,7 @@ from rubato.runtime.launch.card import RunCard, RunKeys, command_for, find_keys,
 from rubato.runtime.launch.children import is_ignored, on_signals, prepare, start_module
 from rubato.runtime.launch.connection import RunAccess, reach
 from rubato.runtime.launch.console import Console, settle, step_table
-from rubato.runtime.launch.folder import RunFolder, make_keys, write_keys
+from rubato.runtime.launch.folder import ON_A_HOST, RunFolder, make_keys, write_keys
 from rubato.runtime.launch.gate import GateClient, GateServer, way_through, way_to
 from rubato.runtime.launch.host_list import HOSTS, name_key
 from rubato.runtime.launch.placer import PlacedHosts, placed_hosts, placer_problems
@@ -40,7 +40,6 @@ from rubato.runtime.messages import MOST_ADDED, AddActors, NotAdded
 from rubato.runtime.node import allow_many_files
 from rubato.runtime.observe.figures import STORE
 from rubato.runtime.observe.log import configure, logger
-from rubato.runtime.observe.timeline import merge_traces
 from rubato.runtime.places import HostPlaces
 from rubato.runtime.registry import LEASE_TTL_S, NODE, list_actors
 from rubato.runtime.store import fitness
@@ -288,6 +287,8 @@ class Launcher:
             self._console.notice("stopping: what runs is drained and saved; once more to stop now")
 
     async def _finish(self, outcome: JobOutcome) -> int:
+        from rubato.runtime.observe.timeline import merge_traces  # of no use before
+
         if outcome.kind == "failed":
             print(self._config.hidden(outcome.sentence), file=sys.stderr)  # noqa: T201 - the sentence for the user
         elif outcome.kind == "interrupted":
@@ -316,7 +317,7 @@ class Joiner:
 
     def __init__(self, token: JoinToken, parts: Sequence[Part], folder: Path, host: str = "", overrides: tuple[str, ...] = ()) -> None:
         self._token, self._parts = token, parts
-        self._folder = RunFolder(folder.resolve())
+        self._folder = RunFolder(folder.resolve(), words=ON_A_HOST)
         self._host = host
         self._overrides = overrides
 
@@ -346,6 +347,10 @@ class Joiner:
         await self._open_gate(card, stack)
         config = await self._fetch_config(card)
         card.schema, card.sources = schema_of(config), sources()
+        if config.host.listen:
+            from rubato.runtime.launch.endpoint import check_listen  # for hosts alone that listen
+
+            check_listen(config.host.listen)  # before the run hears of this host
         connection = await stack.enter_async_context(reach(config, card, self._folder.path, self._token.keys.curve))
         card.node = f"node-{await connection.store.increment('nodes', at_least=2)}"
         configure(self._folder.path / "logs" / f"{card.node}.jsonl", actor=card.node, hide=config.hidden)

@@ -8,8 +8,9 @@ Of the config it is named by `launch.backend`, and of each kind of host by `laun
 import asyncio
 import json
 import signal
-from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -18,11 +19,11 @@ from msgspec import structs
 
 from rubato.runtime.config import Config
 from rubato.runtime.config.compose import part_named
-from rubato.runtime.errors import ConfigError, ExitCode, RubatoError, said_by
+from rubato.runtime.errors import ConfigError, ExitCode, LaunchError, RubatoError, said_by
 from rubato.runtime.host import Death, Ending, Incarnation, JobHost, RestartBudget
 from rubato.runtime.importer import check_module, load_configured
 from rubato.runtime.launch.agent import JobOutcome, NodeAgent
-from rubato.runtime.launch.host_list import HOSTS, HostRecord, HostState, record_key
+from rubato.runtime.launch.host_list import HOSTS, HostRecord, HostState, name_key, record_key
 from rubato.runtime.observe.log import logger
 from rubato.runtime.registry import role_of
 from rubato.runtime.store.store import StoreUnavailable
@@ -145,6 +146,8 @@ def placer_problems(config: Config) -> list[str]:
     """A sentence where `launch.backend` is needed and names no placer; imports nothing of a user's."""
     if not config.launch.hosts:
         return []
+    if wrong := _too_many(config):
+        return wrong
     try:
         check_module(_target(config), key="launch.backend")
     except ConfigError as error:
@@ -153,6 +156,19 @@ def placer_problems(config: Config) -> list[str]:
         look = getattr(load_configured(_target(config), key="launch.backend"), "problems", None)
         return look(config) if look else []
     return []
+
+
+def _too_many(config: Config) -> list[str]:
+    """A sentence for each role of which hosts would bring more than a run may have."""
+    wanted = Counter[str]()
+    for asked in config.launch.hosts.values():
+        for part, num in asked.pools.items():
+            wanted[part_named(config, part).role] += asked.count * num
+    return [
+        f"launch.hosts brings {num} {role} beside {here} of the launching host: a run has at most {most}"
+        for role, num in wanted.items()
+        if (here := len(config.members(role))) + num > (most := config.actor_class(role).most)
+    ]
 
 
 def _target(config: Config) -> str:
@@ -169,14 +185,30 @@ def join_command(spec: HostSpec, name: str, token: str) -> JoinCommand:
 @asynccontextmanager
 async def placed_hosts(config: Config, folder: Path, token: str, agent: NodeAgent) -> AsyncGenerator["PlacedHosts"]:
     """The hosts of the config come and are kept in the run during the block; at its end none is left."""
-    placer: HostPlacer = load_configured(_target(config), key="launch.backend")(config, folder)
+    made = load_configured(_target(config), key="launch.backend")
+    try:
+        placer: HostPlacer = made(config, folder)
+    except RubatoError:
+        raise
+    except Exception as error:
+        raise LaunchError(f"launch.backend={config.launch.backend} can't be made: {said_by(error)}") from error
     hosts = PlacedHosts(placer, specs_of(config), token, agent, config.launch.place_timeout_s)
     try:
         hosts.begin()
         yield hosts
         await hosts.end()
     finally:
-        await placer.close()
+        with _told_only("close"):
+            await placer.close()
+
+
+@contextmanager
+def _told_only(what: str) -> Generator[None]:
+    """A user's placer that raises there spoils no run."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001
+        logger("host").warning("placer_raised", what=what, error=said_by(error))
 
 
 class PlacedHosts:
@@ -229,6 +261,7 @@ class PlacedHosts:
                 host = await self._placer.place(spec, join_command(spec, name, self._token))
         except TimeoutError:
             return _Unplaced(f"none came within {self._limit_s:g} s (launch.place_timeout_s)")
+            _ = host.id  # what a user's placer gives may be none
         except Exception as error:  # noqa: BLE001 - NotPlaced, or what a user's placer raises: no host either way
             return _Unplaced(said_by(error))
         logger("host").info("placed", host=name, id=host.id, pools=dict(spec.pools), roles=dict(spec.roles))
@@ -237,9 +270,13 @@ class PlacedHosts:
 
     async def _died(self, death: Death) -> None:
         self._becomes(death.name, "left" if death.expected else "lost")
+        if not death.expected:
+            await self._tell_ended(death.name)
         if death.expected or self._agent.over.done():
             return
-        because = f": {death.ending.sentence}" if death.ending.sentence else ""
+        # A process that was killed said nothing of its end: the last that it said was of something else.
+        said = "" if (death.ending.code or 0) < 0 else death.ending.sentence
+        because = f": {said}" if said else ""
         if death.restart_in_s is None:
             times = f" after {death.attempt} attempts" if death.attempt > 1 else ""
             sentence = f"the host {death.name} can't be had{times} ({death.ending.how}){because}"
@@ -247,6 +284,13 @@ class PlacedHosts:
             return
         again = f"asking for another in {death.restart_in_s:.1f} s ({death.attempt} of {death.limit})"
         self._agent.screen.notice(f"the host {death.name} is gone ({death.ending.how}) after {death.after_s:.1f} s{because}; {again}")
+
+    async def _tell_ended(self, name: str) -> None:
+        """The node agents that had this name end with its process; while the Store is away they are out of reach, for all that is known."""
+        with suppress(StoreUnavailable):
+            for key, host in (await self._agent.store.scan(name_key(""))).items():
+                if host.decode() == name:
+                    self._agent.hosts.ended(key.removeprefix(name_key("")))
 
     def _becomes(self, name: str, state: HostState, engine_id: str = "") -> None:
         """As `rubato hosts` shows it."""
@@ -279,10 +323,11 @@ class _Hosted:
         self._stay = spawn(self._ending(), name=f"host.{host.id}")
 
     def drain(self) -> None:
-        self._host.signal(signal.SIGTERM)
+        with _told_only("signal"):
+            self._host.signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        self._spawn(self._host.release(), name=f"host.release.{self._host.id}")
+        self._spawn(self._release(), name=f"host.release.{self._host.id}")
 
     def is_stopped(self) -> bool:
         return False
@@ -296,6 +341,10 @@ class _Hosted:
         except Exception as error:  # noqa: BLE001 - a user's placer no longer knows: the host is as good as gone
             return Ending("lost", said_by(error), lost=True)
         finally:
+            await self._release()
+
+    async def _release(self) -> None:
+        with _told_only("release"):
             await self._host.release()
 
 

@@ -1,14 +1,15 @@
 """Whether a run can use a server of the user's, and what may lose samples there: asked once, at launch."""
 
 from collections.abc import Iterable
+from urllib.parse import parse_qsl, urlsplit
 
 from redis.exceptions import RedisError
 
 from rubato.runtime.config.sections import StateSection
 from rubato.runtime.errors import LaunchError
-from rubato.runtime.store.redis import MIN_REPLICAS, PATIENCE_S, Figures, RedisStore
+from rubato.runtime.store.redis import MIN_REPLICAS, PATIENCE_S, SENTINELS, Figures, RedisStore, checked
 from rubato.runtime.store.refusals import IS_CLUSTER
-from rubato.runtime.store.store import StoreUnavailable
+from rubato.runtime.store.store import StoreError, StoreUnavailable
 
 CONTACT_S = 3.0
 """For the first contact: a wrong address is told then."""
@@ -18,10 +19,35 @@ KEEP_BOTH = "min-replicas-to-write 1, and on its replicas too"
 
 def problems(state: StateSection) -> Iterable[str]:
     """What shows in the config alone, a sentence each."""
+    if state.url and (flaw := flaw_of_url(state.url)):
+        yield flaw
     if state.durability == "replicated" and not state.url:
         yield "state.durability=replicated needs a server with a replica. Set state.url too, or take always."
     if state.durability == "always" and state.fails_over:
         yield "state.durability=always holds for one server, and a failover may lose writes. Take replicated or everysec."
+
+
+def flaw_of_url(url: str) -> str:
+    """What is wrong with the form of `state.url`, in a sentence without secrets; empty where it can be used."""
+    try:
+        checked(url)
+    except StoreError as error:
+        return str(error)
+    if url.startswith(SENTINELS):
+        return ""
+    from rubato.runtime.store.sentinel import CERT_REQS, TLS_OPTIONS
+
+    parts = urlsplit(url)
+    given = dict(parse_qsl(parts.query, keep_blank_values=True))
+    known = {"redis": {"db"}, "rediss": {"db", *TLS_OPTIONS}, "unix": {"db", "username", "password"}}[parts.scheme]
+    if wrong := sorted(given.keys() - known):
+        return f"state.url has the option {wrong[0]}. With {parts.scheme}:// there are {', '.join(sorted(known))}."
+    path = "" if parts.scheme == "unix" else parts.path.strip("/")
+    if not all(each == "" or (each.isascii() and each.isdecimal()) for each in (path, given.get("db", "0"))):
+        return f"state.url names a database that is no number. Write {parts.scheme}://HOST:PORT/0, or leave it out."
+    if given.get("ssl_cert_reqs", "none") not in CERT_REQS:
+        return f"state.url has an ssl_cert_reqs that there is not. It is one of {', '.join(CERT_REQS)}."
+    return ""
 
 
 async def examine(url: str, run_id: str, state: StateSection) -> list[str]:

@@ -136,7 +136,7 @@ class RedisLink:
     def __init__(self, url: str, run_id: str, *, patience_s: float = PATIENCE_S, replicated: bool = False) -> None:
         if not run_id or set(run_id) & set("{}"):
             raise ValueError(f"a run id is not empty and has no braces, got {run_id!r}")
-        self.url = _checked(url)
+        self.url = checked(url)
         self._prefix = f"rubato:{{{run_id}}}"
         self._patience_s = patience_s
         self._acknowledged = self._replicated if replicated else self._command
@@ -301,7 +301,7 @@ def _connect(url: str) -> "Redis":
     return Redis.from_url(url, **options)  # pyright: ignore[reportUnknownMemberType]
 
 
-def _checked(url: str) -> str:
+def checked(url: str) -> str:
     """The URL without secrets. Raises StoreError for one that redis-py would stumble over."""
     if not url.startswith(SCHEMES):
         raise StoreError(_refusals().scheme(url, SCHEMES))

@@ -109,6 +109,28 @@ async def test_a_host_that_does_not_come_back_is_told_as_gone_once_it_has_left(t
 
 
 @virtual
+async def test_a_host_that_was_told_as_gone_and_is_there_again_is_told_so(tmp_path):
+    async with two_hosts(tmp_path) as (_, _, told, store):
+        store.cut = True
+        await asyncio.sleep(LEASE_TTL_S + 20.0 + 60.0)
+        before = len(told)
+        store.cut = False
+        await asyncio.sleep(5.0)
+
+    assert [(good, text.partition(", after ")[0]) for good, text in told[before:]] == [(True, "node-2 is back after all")]
+
+
+@virtual
+async def test_a_host_whose_process_has_ended_is_its_placers_to_tell(tmp_path):
+    async with two_hosts(tmp_path) as (first, _, told, store):
+        store.cut = True
+        first.hosts.ended("node-2")
+        await asyncio.sleep(LEASE_TTL_S + 20.0 + 60.0)
+
+    assert told == []
+
+
+@virtual
 async def test_a_host_that_leaves_is_told_as_that(tmp_path):
     async with two_hosts(tmp_path) as (_, (second, kernel), told, _):
         await second.stop("interrupted")

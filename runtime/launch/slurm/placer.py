@@ -173,7 +173,11 @@ class SlurmPlacer:
 
     async def _nodes(self, spec: HostSpec) -> tuple[str, int, list[SlurmNode]]:
         """The id of the job that has the hosts of `spec`, its number in a heterogeneous one, and the nodes that are left to it."""
-        lines = [line.split("|") for line in (await _output("squeue", "-h", "-j", self._job, "-o", "%i|%A|%N")).splitlines()]
+        try:
+            told = await _output("squeue", "-h", "-j", self._job, "-o", "%i|%A|%N")
+        except NotPlaced as error:
+            raise NotPlaced(f"Slurm has no job {self._job}, which SLURM_JOB_ID or launch.address names: {error}.") from None
+        lines = [line.split("|") for line in told.splitlines()]
         parts = {int(name.partition("+")[2] or 0): (job, names) for name, job, names in lines}
         if not parts:
             raise NotPlaced(f"the allocation {self._job} is over.")

@@ -106,7 +106,8 @@ def script_of(config: Config, given: argparse.Namespace, *, own_address: bool) -
         lines += ["#SBATCH hetjob"] if number else []
         lines += [f"#SBATCH {_nodes(group, given.spare if config.launch.hosts else 0)}", *(f"#SBATCH {option}" for option in given.sbatch)]
     backend = ["launch.backend=slurm"] if config.launch.hosts else []
-    run = shlex.quote(str(given.run_dir)) if given.run_dir else f"runs/{config.run.name}-$SLURM_JOB_ID"
+    named = given.run_dir or config.run.dir
+    run = shlex.quote(str(named)) if named else f"runs/{config.run.name}-$SLURM_JOB_ID"
     body = (BODY + (UNTIL_DONE if given.until_done else ONCE)).format(
         requeue=f"export {REQUEUE}=1  # a job of which only the first node was lost is queued again by a host\n" if alone else "",
         run=run,

@@ -8,7 +8,7 @@ import uvicorn
 
 from rubato.bus.address import bind_listener
 from rubato.runtime.errors import ConfigError
-from rubato.runtime.http_server import CLIENT, QUIET, HttpServer, bearer_of, check_token, is_let_in, send_json
+from rubato.runtime.http_server import CLIENT, QUIET, HttpServer, bearer_of, check_token, is_let_in, send_json, token_in
 
 HEAD_BYTES = 4096
 BIG = 32 * 2**20
@@ -148,3 +148,11 @@ def test_a_key_is_let_in_by_its_token_alone():
         False
     ] * 3
     assert is_let_in("whatever", "")
+
+
+@pytest.mark.parametrize("token", ["p\u00e4", "a\tb", "\u20ac"])
+def test_a_token_that_no_header_holds_is_refused(monkeypatch, token):
+    monkeypatch.setenv("A_TOKEN", token)
+
+    with pytest.raises(ConfigError, match="A_TOKEN has a sign that a header of HTTP can't hold"):
+        token_in("A_TOKEN")

@@ -3,9 +3,10 @@
 import pytest
 
 from rubato.actors.adapters import shapes
-from rubato.actors.checkpoints.hf_files import ModelConfig, Rope, shapes_of
+from rubato.actors.checkpoints.hf_files import ModelConfig, Rope
 from rubato.actors.checkpoints.model_folder import read_header
 from rubato.actors.config import PROJECTIONS, LoraSection
+from rubato.actors.engines.kinds import shapes_of
 from tests.models import write_model
 
 QWEN3_8B = ModelConfig(

@@ -1,6 +1,8 @@
 """What a launch finds of the one before it that was killed."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -9,7 +11,7 @@ import yaml
 
 from rubato.runtime.errors import LaunchError
 from rubato.runtime.launch.card import read_card
-from rubato.runtime.launch.folder import RunFolder
+from rubato.runtime.launch.folder import ON_A_HOST, RunFolder
 
 
 @pytest.fixture
@@ -38,6 +40,33 @@ def test_sockets_of_a_killed_launch_are_cleared_away_by_the_next(killed, how):
     assert not sockets.exists()
     assert not half.exists()
     assert not Path(card.sockets).exists()
+
+
+def test_sockets_of_a_process_that_was_killed_go_with_the_next_launch_of_any_run(killed, tmp_path):
+    _, sockets = killed
+    living = RunFolder(tmp_path / "living")
+    there = Path(living.open(resume=False, force=False).sockets)
+    code = "import sys; from pathlib import Path; from rubato.runtime.launch.folder import RunFolder as F; import os"
+    code += "; print(F(Path(sys.argv[1])).open(resume=False, force=False).sockets, flush=True); os.kill(os.getpid(), 9)"
+    told = subprocess.run([sys.executable, "-c", code, str(tmp_path / "host")], capture_output=True, text=True, check=False)
+    dead = Path(told.stdout.strip())
+    assert dead.is_dir()
+
+    other = RunFolder(tmp_path / "other")
+    other.open(resume=False, force=False)
+    other.close()
+
+    assert not dead.exists()
+    assert there.exists()
+    assert sockets.exists()  # its mark is held by this process
+    living.close()
+    assert not there.exists()
+
+
+def test_a_host_that_joins_is_not_told_of_flags_that_it_has_not(finished):
+    found = RunFolder(finished, words=ON_A_HOST).problems(resume=False, force=False, model="")
+
+    assert found == [f"{finished} already holds a run (step 2). Choose another --run-dir."]
 
 
 def test_a_folder_that_is_not_of_sockets_is_never_removed(killed, tmp_path):

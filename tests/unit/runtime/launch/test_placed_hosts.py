@@ -4,13 +4,15 @@ import asyncio
 import signal
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 from msgspec import structs
 
+from rubato.runtime.actor import Actor
 from rubato.runtime.config.compose import from_mapping
-from rubato.runtime.errors import ConfigError
+from rubato.runtime.errors import ConfigError, LaunchError
 from rubato.runtime.host import Ending
 from rubato.runtime.launch.agent import JobOutcome
 from rubato.runtime.launch.host_list import HostRow, host_rows, name_key
@@ -39,6 +41,8 @@ class Agent:
         self.spawn, self.screen, self.store, self.job = tasks.create_task, self, MemoryStore(), from_mapping(JOB)
         self.over = asyncio.get_running_loop().create_future()
         self.notices: list[str] = []
+        self.ended: list[str] = []
+        self.hosts = SimpleNamespace(ended=self.ended.append)
 
     def notice(self, text: str, *, good: bool = False) -> None:
         self.notices.append(text)
@@ -226,6 +230,72 @@ async def test_a_placer_that_raises_ends_the_job_and_is_closed(tmp_path):
     assert outcome.sentence == "the host remote-1 can't be had (not placed): RuntimeError: its engine is gone"
 
 
+class Careless(ScriptedPlacer):
+    """Raises wherever the launcher does not wait for a result."""
+
+    async def place(self, spec, join):
+        host = await super().place(spec, join)
+        release = host.release
+
+        async def released():
+            await release()
+            raise RuntimeError("once more")
+
+        host.release = released
+        return host
+
+    async def close(self):
+        await super().close()
+        raise RuntimeError("it was closed already")
+
+
+@virtual
+async def test_a_placer_that_raises_as_it_gives_hosts_back_spoils_no_run(tmp_path):
+    async with asyncio.TaskGroup() as tasks:
+        agent = Agent(tasks)
+        config = from_mapping(JOB, ["launch.backend=tests.unit.runtime.launch.test_placed_hosts:Careless"])
+        async with placed_hosts(config, Path(tmp_path), "token", agent):  # type: ignore[arg-type]
+            await asyncio.sleep(5.0)
+
+    assert not agent.over.done()
+
+
+class Unmade:
+    def __init__(self, config, folder):
+        raise RuntimeError("no cluster")
+
+
+async def test_a_placer_that_can_not_be_made_is_one_sentence(tmp_path):
+    config = from_mapping(JOB, ["launch.backend=tests.unit.runtime.launch.test_placed_hosts:Unmade"])
+
+    with pytest.raises(LaunchError, match=r"test_placed_hosts:Unmade can't be made: RuntimeError: no cluster"):
+        async with placed_hosts(config, tmp_path, "token", None):  # type: ignore[arg-type]
+            pass
+
+
+@virtual
+async def test_a_host_that_was_killed_is_not_said_to_be_out_of_reach_nor_quoted():
+    async with keeping(HostSpec("far", 1)) as (placer, agent, _):
+        await agent.store.write({name_key("node-2"): b"far-1", name_key("node-3"): b"far-2"})
+        placer.hosts[0].ends(Ending.of(-9, "node-2 joined the run with engine-2"))
+        await asyncio.sleep(1.0)
+
+    assert agent.notices == ["the host far-1 is gone (signal 9) after 1.0 s; asking for another in 0.5 s (1 of 5)"]
+    assert agent.ended == ["node-2"]
+
+
+@virtual
+async def test_of_two_nodes_of_one_name_the_older_is_lost():
+    async with keeping(HostSpec("far", 1)) as (_, agent, _):
+        for number in (2, 3):
+            record = ActorRecord(f"node-{number}", "node", f"ipc://{number}", number, 7, "vm", "ready")
+            await agent.store.lease(f"actor/{record.name}", number, msgspec.msgpack.encode(record), 60.0)
+            await agent.store.write({name_key(record.name): b"far-1"})
+        rows = await host_rows(agent.store)
+
+    assert [(row.name, row.state, row.id) for row in rows] == [("node-2", "lost", "vm"), ("far-1", "ready", "scripted-1")]
+
+
 # -- from the config ------------------------------------------------------------------------------------------------
 
 
@@ -255,6 +325,27 @@ def test_a_job_without_hosts_needs_no_placer():
 
     assert placer_problems(config) == []
     assert specs_of(config) == {}
+
+
+@pytest.mark.parametrize("name", ["a\n", "a b", "node", "-a"])
+def test_what_can_not_name_hosts_is_refused(name):
+    with pytest.raises(ConfigError):
+        from_mapping({**JOB, "launch": {"hosts": {name: {"pools": {"env": 1}}}}})
+
+
+def test_the_number_of_an_allocation_is_its_address():
+    assert from_mapping(JOB, ["launch.address=12345"]).launch.address == "12345"
+
+
+class Only(Actor):
+    most = 1
+
+
+def test_hosts_that_bring_more_of_a_role_than_a_run_may_have_are_told_before_anything_starts():
+    job = {**JOB, "actors": {**JOB["actors"], "only": {"class": f"{__name__}:Only"}}}
+    job["launch"] = {"hosts": {"far": {"count": 2, "pools": {"only": 1}}}}
+
+    assert placer_problems(from_mapping(job)) == ["launch.hosts brings 2 only beside 1 of the launching host: a run has at most 1"]
 
 
 def test_a_backend_that_is_not_there_is_told_before_anything_starts():

@@ -26,6 +26,34 @@ def test_a_durability_that_the_url_can_not_give_is_refused(given: StateSection, 
 
 
 @pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("http://h:secret@x", "state.url"),
+        ("redis+sentinel://a:1", "names no service"),
+        ("redis://:secret@h?nosuch=1", "the option nosuch. With redis:// there are db."),
+        ("redis://h?socket_timeout=abc", "the option socket_timeout"),
+        ("redis://h?ssl=1", "the option ssl"),
+        ("redis://h?db=x", "a database that is no number"),
+        ("redis://h/abc", "a database that is no number"),
+        ("rediss://h?ssl_cert_reqs=some", "an ssl_cert_reqs that there is not"),
+        ("unix:///tmp/s?port=1", "the option port"),
+    ],
+)
+def test_a_url_that_can_not_be_used_is_told_without_its_password(url: str, said: str):
+    (found,) = problems(state(url=url))
+
+    assert said in found
+    assert "secret" not in found
+
+
+@pytest.mark.parametrize(
+    "url", ["redis://u:p@h:1/2", "redis://h?db=3", "rediss://h/0?ssl_cert_reqs=none&ssl_ca_certs=/ca", "unix:///tmp/s?password=p&db=1"]
+)
+def test_a_url_of_one_server_is_taken_with_its_options(url: str):
+    assert list(problems(state(url=url))) == []
+
+
+@pytest.mark.parametrize(
     "given", [state(), state("replicated"), state("replicated", "redis://h"), state("always", "redis://h"), state("always", "")]
 )
 def test_every_other_is_taken(given: StateSection):
