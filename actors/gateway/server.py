@@ -150,11 +150,13 @@ class SessionServer:
         }
 
     async def _models(self, request: "Request") -> Any:
-        self._session_of(request)
+        self._session_of(request).heard()
         return {"object": "list", "data": [{"id": self._model, "object": "model", "owned_by": "rubato"}]}
 
     async def _asked(self, dialect: Dialect[Any], request: "Request") -> Any:
-        session, body = self._session_of(request), await body_of(request, self._bodies.block())
+        session = self._session_of(request)
+        session.heard()  # also by what can't be read; to look at it is not to ask
+        body = await body_of(request, self._bodies.block())
         async with until_gone(request):
             return await answer_in(dialect, session, body, self._model)
 
@@ -182,8 +184,6 @@ class SessionServer:
         found = self._sessions.get(name) or self._over.get(name)
         if found is None or (key.startswith(KEY_PREFIX) and key != found.key):
             raise Refused(401, "invalid_api_key", "no session has this key")
-        if isinstance(found, Session):
-            found.heard()
         return found
 
     def session_by(self, name: str) -> Session:

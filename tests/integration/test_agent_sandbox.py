@@ -53,7 +53,8 @@ class Place:
         url = f"http://127.0.0.1:{self.port}/sessions/{self.session.id}"
         variables = {"OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": self.session.key, "RUBATO_SESSION_URL": url}
         words = [sys.executable, "-c", code]
-        return await run_command(words, variables, told, start=self.sandbox.start, most_output=self.sandbox.most_output)
+        found = await run_command(words, variables, told, start=self.sandbox.start, most_output=self.sandbox.most_output)
+        return found.get("reward", found.get("answer"))
 
     async def tried(self, escape, **columns):
         """1 where it got out."""

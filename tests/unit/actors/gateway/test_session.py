@@ -246,7 +246,7 @@ async def test_a_session_that_is_asked_for_anything_does_not_expire(model_folder
     server.add(played.session)
     for _ in range(4):
         await asyncio.sleep(0.1)
-        server._session_of(Request({"type": "http", "headers": [(b"x-api-key", played.session.key.encode())], "path_params": {}}))
+        await server._models(Request({"type": "http", "headers": [(b"x-api-key", played.session.key.encode())], "path_params": {}}))
 
     assert not driving.done()
     with pytest.raises(GaveUp):
