@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-COMMAND_S = 60.0
+COMMAND_S = 150.0
 """Longest one command may take: several times what it needs on two busy cores."""
 
 SMALL = """

@@ -44,7 +44,7 @@ class NamedAdapters(EngineHook):
         self._due, self._freed = asyncio.Event(), asyncio.Event()
 
     async def begin(self, engine: Engine) -> None:
-        self.worker.spawn(self._keep_up(), name=f"{self.worker.name}.adapters")
+        self.worker.spawn_using(self._keep_up(), name=f"{self.worker.name}.adapters")
 
     def told(self, info: EngineInfo) -> EngineInfo:
         held = (WeightsId(version, name) for name, (_, version) in self._held.items())

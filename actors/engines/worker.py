@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -151,7 +151,8 @@ class EngineWorker(plugins.Hooked[EngineHook], Actor):
         self._weights: WeightsPuller | None = None
         self._telling = asyncio.Lock()
         self._digest: WeightsDigest | None = None
-        self._gauging: asyncio.Task[None] | None = None
+        self._using: list[asyncio.Task[Any]] = []
+        """What asks the engine on its own account, until it is stopped."""
         self._num_tokens = 0
         self._decode: Decode | None = None
         """By the model's tokenizer; read for the first request that a text ends."""
@@ -173,9 +174,9 @@ class EngineWorker(plugins.Hooked[EngineHook], Actor):
         self._weights = weights = WeightsPuller(engine, receiver, self, self._swapped, self.lease, self._look_at)
         await weights.pull()
         self.metrics.gauge("weights/version", weights.version)
-        self.spawn(weights.keep_up(section.check_s), name=f"{self.name}.weights")
+        self.spawn_using(weights.keep_up(section.check_s), name=f"{self.name}.weights")
         self.spawn(self._report(), name=f"{self.name}.progress")
-        self._gauging = self.spawn(self._gauge(), name=f"{self.name}.load")
+        self.spawn_using(self._gauge(), name=f"{self.name}.load")
         self.log.info("engine_started", engine=section.kind, version=weights.version, **section.told)
 
     async def _loaded(self, section: EngineSection) -> Engine:
@@ -213,10 +214,14 @@ class EngineWorker(plugins.Hooked[EngineHook], Actor):
         await self.requests.idle.wait()
 
     async def on_stop(self) -> None:
-        if self._gauging is not None:
-            self._gauging.cancel()  # an engine that is being stopped has no load to tell
+        for task in self._using:
+            task.cancel()
         if self._engine is not None:
             await self._engine.stop()
+
+    def spawn_using(self, work: Coroutine[Any, Any, Any], *, name: str) -> None:
+        """Spawn what asks the engine until it is stopped, and ends before that."""
+        self._using.append(self.spawn(work, name=name))
 
     # -- requests ---------------------------------------------------------------------------------------------------
 

@@ -149,7 +149,7 @@ def test_a_mistake_is_refused(arguments, place):
 
 @pytest.mark.slow
 def test_a_claim_that_does_not_come_out_is_a_surprise(place):
-    scenario = (ROOT / "configs" / "sim" / "rfabric_cost.yaml", "prices.ocs_port=2000", "--no-plots", "--out", "out")
+    scenario = (ROOT / "configs" / "sim" / "modelsync.yaml", "tcp.seconds=60", "--no-plots", "--out", "out")
 
     assert rubato("sim", *scenario, cwd=place).code == ExitCode.SURPRISED
 

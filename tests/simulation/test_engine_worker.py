@@ -8,6 +8,7 @@ import struct
 import pytest
 from tokenizers import Tokenizer
 
+from rubato.actors.engines.engine import EngineDead
 from rubato.actors.engines.section import EngineSection, PaceSection, ScriptedSection
 from rubato.actors.engines.worker import EngineWorker, first_of
 from rubato.actors.messages.engines import Reconfigure, SleepEngine, WakeEngine
@@ -250,6 +251,33 @@ async def test_an_engine_decodes_while_it_pulls_and_tells_how_long_pull_and_paus
     assert reply.tokens.spans == (VersionSpan(0, 0, 180),)
     assert 2.5 <= figures["weights/pull_s_p50"] < 2.6
     assert figures["weights/pause_s_p50"] == 0.5
+
+
+@simulated()
+async def test_an_engine_that_stops_while_it_pulls_takes_the_weights_no_more(bench, worker):
+    get, engine = bench.blobs.get, worker._engine
+    ended = []
+
+    async def slow(*args, **options):
+        await asyncio.sleep(2.0)
+        return await get(*args, **options)
+
+    async def gone(*_):
+        raise EngineDead("the engine is not running: start it first")
+
+    async def stop():
+        engine.update = gone
+        await asyncio.sleep(5.0)
+        ended.append(True)
+
+    bench.blobs.get, engine.stop = slow, stop
+    await bench.publish(1)
+    await asyncio.sleep(0.1)
+
+    bench.kernels["engine-1"].stop()
+    await bench.serving["engine-1"]
+
+    assert ended == [True]
 
 
 @simulated()
