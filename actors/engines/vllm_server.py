@@ -428,7 +428,7 @@ class ServerWatch(EngineHook):
 
     async def begin(self, engine: Engine) -> None:
         if isinstance(engine, VllmServerEngine):
-            self.worker.spawn_using(engine.watch(), name=f"{self.worker.name}.server")
+            self.worker.spawn(engine.watch(), name=f"{self.worker.name}.server")
 
 
 def _not_here(request_id: str) -> EngineError:
