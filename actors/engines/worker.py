@@ -152,7 +152,7 @@ class EngineWorker(plugins.Hooked[EngineHook], Actor):
         self._telling = asyncio.Lock()
         self._digest: WeightsDigest | None = None
         self._using: list[asyncio.Task[Any]] = []
-        """What asks the engine on its own account, until it is stopped."""
+        """Cancelled before the engine stops; see `spawn_using`."""
         self._num_tokens = 0
         self._decode: Decode | None = None
         """By the model's tokenizer; read for the first request that a text ends."""
@@ -220,7 +220,7 @@ class EngineWorker(plugins.Hooked[EngineHook], Actor):
             await self._engine.stop()
 
     def spawn_using(self, work: Coroutine[Any, Any, Any], *, name: str) -> None:
-        """Spawn what asks the engine until it is stopped, and ends before that."""
+        """Spawn `work`, which asks the engine by itself: it is cancelled before the engine stops."""
         self._using.append(self.spawn(work, name=name))
 
     # -- requests ---------------------------------------------------------------------------------------------------
