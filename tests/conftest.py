@@ -55,7 +55,7 @@ def ray_cluster(ray_session):
     return ray_session
 
 
-LONGEST = ("test_orchestrrl_both_modes", "test_benches", "test_cluster", "test_admission")
+LONGEST = ("test_cluster", "test_ranks", "test_slurm", "test_joining", "test_cluster_hosts", "test_benches", "test_orchestrrl_both_modes")
 """Files that begin first: the last one would run alone, beside an idle process."""
 
 

@@ -215,6 +215,7 @@ async def test_whoever_dies_in_a_switch_or_move_nothing_is_lost_or_doubled(tmp_p
     await outlive(tmp_path, SOME)
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 async def test_whoever_dies_at_any_other_stage_of_a_switch_or_move_nothing_is_lost_or_doubled(tmp_path):
     every = [(case, stage, role) for case in (MERGE, SPLIT, MOVE) for stage in case.stages for role in ROLES]

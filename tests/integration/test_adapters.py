@@ -72,7 +72,10 @@ def test_an_adapter_is_trained_published_saved_evaluated_and_gone_on_with(launch
     assert (row["version"], row["num"], row["failed"], row["model"]) == (3, 2, 0, str(saved))
 
 
-@pytest.mark.parametrize(("engine", "sentence"), [("Dropping", "sampled slices differ"), ("Silent", "but samples from the base model")])
+@pytest.mark.parametrize(
+    ("engine", "sentence"),
+    [("Dropping", "sampled slices differ"), pytest.param("Silent", "but samples from the base model", marks=pytest.mark.nightly)],
+)
 def test_an_engine_that_drops_the_adapter_ends_the_run_within_one_check(launched, engine, sentence):
     done, rows = launched(f"dropping.py:{engine}", "train.lr=1e-5")  # far too little to be seen by the limit of the check
 

@@ -74,6 +74,7 @@ def test_every_quoted_bench_is_started_in_a_short_form():
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", FEW)
 def test_a_bench_of_few_figures_ends_and_prints_them(name):
@@ -87,6 +88,7 @@ def test_a_bench_of_few_figures_ends_and_prints_them(name):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", SHORT)
 def test_a_short_form_ends_and_says_that_its_figures_are_no_result(name):
@@ -101,6 +103,7 @@ def test_a_short_form_ends_and_says_that_its_figures_are_no_result(name):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_the_bench_of_weights_plays_a_job_over_a_link(tmp_path):
     ended = bench("weights", "--short", "--json", "--run-dir", tmp_path / "run")
@@ -123,6 +126,7 @@ def test_the_bench_of_a_gpu_says_that_there_is_none_and_exits_with_3(monkeypatch
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("part", ["engine", "trainer", "swap", "agreement", "gsm8k", "ranks"])
 def test_a_part_of_a_gpu_day_starts_without_a_gpu_and_leaves_its_figures_and_the_table(tmp_path, part):

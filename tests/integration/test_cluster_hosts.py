@@ -134,6 +134,7 @@ def foreign(tokens, others):
     return [at for at in tokens for each in others if each.began_s <= at < each.ended_s]
 
 
+@pytest.mark.nightly
 def test_jobs_take_turns_on_a_node_of_another_host(lab):
     lab.start()
     for name in "ab":
@@ -184,6 +185,7 @@ def test_a_host_that_is_cut_off_computes_nothing_into_its_successor_s_phase(lab)
     assert any(cut_at < each.began_s < back_at + AWAY_S for each in held)
 
 
+@pytest.mark.nightly
 def test_of_a_job_that_stood_still_on_its_host_nothing_is_computed_into_its_successor_s_phase(lab):
     lab.start()
     for name in "ab":

@@ -11,6 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_kills_and_drains_of_a_role_have_a_figure_beside_what_a_run_does_by_itself(tmp_path):
     arguments = ["--times", "1", "--window", "1", "--roles", "env_manager", "--json", str(tmp_path / "found.json")]
 

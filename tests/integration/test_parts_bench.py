@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_a_third_host_takes_versions_whose_bytes_the_trainers_host_sends_but_half(tmp_path):
     command = [sys.executable, str(ROOT / "tools" / "bench" / "parts.py"), "--short", "--json", "--run-dir", str(tmp_path / "run")]

@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_a_version_crosses_once_between_two_pods_of_hosts_that_say_where_they_are(tmp_path):
     command = [sys.executable, str(ROOT / "tools" / "bench" / "pods.py"), "--short", "--only", "pods", "--json"]

@@ -66,7 +66,7 @@ def trains_on(run, at):
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("job", ["scripted", "torch"], indirect=True)
+@pytest.mark.parametrize("job", [pytest.param("scripted", marks=pytest.mark.nightly), "torch"], indirect=True)
 def test_a_job_outlives_a_rank_that_is_killed_and_one_that_is_held_still(job):
     until(lambda: len(rows_of(job)) >= 2, "the second step")
 
@@ -81,6 +81,7 @@ def test_a_job_outlives_a_rank_that_is_killed_and_one_that_is_held_still(job):
     assert json.loads((newest / "manifest.json").read_text())["step"] == steps[-1]
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("job", ["held"], indirect=True)
 def test_a_rank_is_lost_in_each_stage_and_no_sample_is_lost_or_trained_twice(job):

@@ -11,6 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(400)
 def test_both_arms_have_their_rollout_time_and_the_share_that_the_four_slots_were_busy(tmp_path):
     file = tmp_path / "found.json"

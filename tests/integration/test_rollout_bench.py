@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_both_arms_play_and_the_tail_has_a_name_of_its_own(tmp_path):
     file, plot = tmp_path / "found.json", tmp_path / "plot.png"
     command = [sys.executable, ROOT / "tools/bench/rollout.py", "--sigma", 1, "--mu", 0.02, "--batches", 1]

@@ -17,6 +17,7 @@ def bench(*arguments: object) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_every_role_has_its_cost_and_engine_and_trainer_are_left_out_of_the_sum(tmp_path):
     bench("--only", "rubato", "--seconds", 2, "--json", tmp_path / "found.json")
     found = json.loads((tmp_path / "found.json").read_text())
@@ -27,6 +28,7 @@ def test_every_role_has_its_cost_and_engine_and_trainer_are_left_out_of_the_sum(
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_over_http_client_and_server_count_together(tmp_path):
     pytest.importorskip("openai", reason="the extra `bench` brings it")
     bench("--only", "http", "--seconds", 1, "--json", tmp_path / "found.json")

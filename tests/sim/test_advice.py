@@ -110,7 +110,7 @@ def test_the_rows_of_real_actors_have_all_that_advice_is_made_from(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", HELD_UP_BY)
+@pytest.mark.parametrize("name", ["engines", *(pytest.param(name, marks=pytest.mark.nightly) for name in HELD_UP_BY if name != "engines")])
 def test_the_first_advice_helps_most_where_real_actors_run_in_virtual_time(name, tmp_path):
     runs = iter(range(100))
 

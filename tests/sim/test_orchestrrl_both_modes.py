@@ -62,7 +62,7 @@ class BothModes:
         return modelled, real
 
 
-SEEDS = pytest.mark.parametrize("seed", [1, 2, 3])
+SEEDS = pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in (2, 3))])
 
 
 @SEEDS
@@ -120,7 +120,7 @@ def across(seed, begin, *cut):
     return modelled, real, total_s
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_both_modes_agree_within_3_percent_on_steps_whose_degrees_are_planned_across(seed):
     """One job of the real actors plays three steps, each twice as long as the one before, and learns their lengths itself."""
     modelled, real, (modelled_s, real_s) = across(seed, 2, *ONE_SERVER, "drift.steps=3", "drift.every=1")
@@ -135,6 +135,7 @@ def test_a_plan_across_steps_without_switches_within_is_refused_in_the_second_mo
         LiveSteps(LiveFleet("h800", "qwen2.5-14b", 8, 2, (2,)), Arm(name="across", across=True), Pace(), list, int)
 
 
+@pytest.mark.nightly
 def test_both_modes_agree_within_3_percent_on_48_gpus_across_steps():
     """Of which 32 generate: a quarter of the scenario's first two steps, 1,280 responses each."""
     modelled, real, (modelled_s, real_s) = across(1, 2, A_QUARTER, "drift.steps=17", "drift.every=16", "drift.last=0.6")
@@ -144,7 +145,9 @@ def test_both_modes_agree_within_3_percent_on_48_gpus_across_steps():
 
 
 @pytest.mark.parametrize(
-    ("arm", "degree"), [(OFF, 2), (OFF, 8), (REBALANCE, 2), (REBALANCE, 8)], ids=lambda each: getattr(each, "name", each)
+    ("arm", "degree"),
+    [(REBALANCE, 2), *(pytest.param(*each, marks=pytest.mark.nightly) for each in ((OFF, 2), (OFF, 8), (REBALANCE, 8)))],
+    ids=lambda each: getattr(each, "name", each),
 )
 def test_both_modes_agree_within_3_percent_on_48_gpus(arm, degree):
     """Of which 32 generate, a quarter of all responses: 1,280."""
@@ -154,6 +157,7 @@ def test_both_modes_agree_within_3_percent_on_48_gpus(arm, degree):
     assert real.switches == modelled.use.switches
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_both_modes_agree_within_3_percent_on_48_gpus_and_all_responses():
     """All 5,120 responses, with switches and rebalancing by forecast."""
