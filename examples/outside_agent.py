@@ -17,8 +17,10 @@ async def reward_of(prompt: str, base_url: str, key: str) -> float:
 
 
 async def play_on(admin: httpx.AsyncClient) -> None:
-    """Session after session, until the run takes no more."""
-    while (reply := await admin.post("/sessions", json={})).status_code != httpx.codes.GONE:
+    while (reply := await admin.post("/sessions", json={})).status_code != httpx.codes.GONE:  # 410: the run takes no more
+        if reply.status_code == httpx.codes.SERVICE_UNAVAILABLE:  # no place came free, or another gateway takes this one's place
+            await asyncio.sleep(1)
+            continue
         told = reply.raise_for_status().json()
         try:
             ending = {"reward": await reward_of(told["prompt"] or f"task {told['row']}", told["base_url"], told["api_key"])}
@@ -28,11 +30,10 @@ async def play_on(admin: httpx.AsyncClient) -> None:
 
 
 async def main(run: Path) -> None:
-    """Play sixteen sessions at once."""
     told = json.loads((run / "gateway.json").read_text())
-    headers = {"Authorization": f"Bearer {told['admin_key']}"}
-    async with httpx.AsyncClient(base_url=told["url"], headers=headers, timeout=None) as admin:
-        await asyncio.gather(*(play_on(admin) for _ in range(16)))
+    headers, patient = {"Authorization": f"Bearer {told['admin_key']}"}, httpx.AsyncHTTPTransport(retries=6)
+    async with httpx.AsyncClient(base_url=told["url"], headers=headers, timeout=None, transport=patient) as admin:
+        await asyncio.gather(*(play_on(admin) for _ in range(16)))  # sixteen sessions at once
 
 
 if __name__ == "__main__":

@@ -123,7 +123,9 @@ class Agents(RolloutHook):
     async def open(self, context: RolloutContext, recorder: Recorder, prompt: Observation) -> tuple[Session, AgentTask]:
         """A session by the recorder's ticket, and what its agent is given."""
         renderer = partial(self._renderers.of, context)
-        session = Session(renderer, offload=self.manager.offload, idle_s=None, max_len=context.rollout.max_len)
+        session = Session(
+            renderer, offload=self.manager.offload, idle_s=None, max_len=context.rollout.max_len, score_names=context.score_names
+        )
         session.begin(recorder)
         await self._listens.wait()
         self._server.add(session)

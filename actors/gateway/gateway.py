@@ -9,17 +9,18 @@ are as those of any rollout.
 import asyncio
 import importlib.util
 import os
+import re
 import secrets
 import socket
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from rubato.actors import plugins
 from rubato.actors.envs.environment import Observation
@@ -46,6 +47,9 @@ if TYPE_CHECKING:
 FILE = "gateway.json"
 """Of the run's folder, for its owner alone: address and admin key."""
 
+HOST = re.compile(r"[A-Za-z0-9._\-]{1,255}(:\d{1,5})?|\[[0-9A-Fa-f:.]{2,45}\](:\d{1,5})?")
+"""A name or an address, and a port, as a header says it."""
+
 
 CHANGES = "the model's chat template does not leave a conversation as it was when more follows: it {}"
 FOLLOWS = {
@@ -61,8 +65,13 @@ UNASKED = "agents that open sessions"
 
 
 def run_over() -> Refused:
-    """The job is complete, or drains."""
+    """The job is complete."""
     return Refused(410, "run_over", "the run takes no more sessions")
+
+
+def drained() -> Refused:
+    """This gateway ends, and the run may go on with another."""
+    return Refused(503, "draining", "the gateway takes no more sessions, and the run may go on with another at the same address: ask again")
 
 
 class GatewaySection(Section):
@@ -70,6 +79,8 @@ class GatewaySection(Section):
 
     listen: ListenAddress = Field(default="127.0.0.1:0", min_length=1)
     """HOST:PORT; port 0 takes a free one. RUN/gateway.json has the address and the key."""
+    url: Annotated[str, Field(pattern=r"^(https?://[^\s?#]+)?$"), AfterValidator(lambda given: given.rstrip("/"))] = ""
+    """Where agents reach it, such as https://train.example behind a proxy; empty: where the request that opens their session did."""
     wait_s: float = Field(default=600.0, gt=0)
     """Longest that POST /sessions waits for a place in a batch; after it 503, to be tried again."""
     queue_s: float = Field(default=600.0, gt=0)
@@ -182,7 +193,8 @@ class Gateway(EnvManager):
         self._unasked, self._is_unasked = self.waits.on(UNASKED, blocks_actor=True), False
         self._served: asyncio.Task[None] | None = None
         self._url = ""
-        self._takes_more = True
+        self._refusal: Refused | None = None
+        """Of whatever would open a session: it takes no more."""
 
     async def on_start(self) -> None:
         """Listen; an address that can't be had ends the job with a sentence."""
@@ -247,15 +259,19 @@ class Gateway(EnvManager):
         return super()._hosts_of()
 
     async def _admit(self) -> None:
+        refusal = run_over()
         try:
             await super()._admit()
+        except asyncio.CancelledError:
+            refusal = drained()
+            raise
         finally:
-            self._takes_more = False
+            self._refusal = refusal
             self._tell_unasked()
             while self._openings:
                 opening = self._openings.popleft()
                 if opening.waits:
-                    opening.opened.set_exception(run_over())
+                    opening.opened.set_exception(refusal)
 
     async def _look_at_tasks(self) -> None:
         """Show too what follows where the chat template changes earlier turns, in place of what follows for environments."""
@@ -314,7 +330,7 @@ class Gateway(EnvManager):
         self._wanted = asyncio.Event()
 
     def _tell_unasked(self) -> None:
-        is_unasked = not self._openings and not self._running and self._takes_more
+        is_unasked = not self._openings and not self._running and self._refusal is None
         if is_unasked != self._is_unasked:
             self._is_unasked = is_unasked
             (self._unasked.open if is_unasked else self._unasked.close)()
@@ -350,8 +366,8 @@ class Gateway(EnvManager):
         if given := next((name for name in ("row", "seed", "group") if getattr(opening, name) is not None), None):
             why = f"{given}: which {given} a session has is the sample buffer's to say, and the answer tells it: leave it out"
             raise Refused(400, "invalid_request_error", why)
-        if not self._takes_more:
-            raise run_over()
+        if self._refusal is not None:
+            raise self._refusal
         if len(self._openings) >= self._section.max_waiting:
             raise Refused(429, "too_many_waiting", f"gateway.max_waiting={self._section.max_waiting} openings wait already")
         waiting = Waiting(asyncio.get_running_loop().create_future(), opening.task)
@@ -374,7 +390,7 @@ class Gateway(EnvManager):
         return {
             "session_id": session.id,
             "api_key": session.key,
-            "base_url": f"{self._url}/sessions/{session.id}/v1",
+            "base_url": f"{self._reached_at(request)}/sessions/{session.id}/v1",
             "prompt": prompt,
             "tools": [*tools],
             "task": ticket.task,
@@ -384,6 +400,11 @@ class Gateway(EnvManager):
             "version": ticket.version,
             "expires_s": self._section.idle_s,
         }
+
+    def _reached_at(self, request: "Request") -> str:
+        """Where agents find the gateway: as its config says, or as the request that opens their session did."""
+        host = request.headers.get("host", "")
+        return self._section.url or (f"http://{host}" if HOST.fullmatch(host) else self._url)
 
     def _why_no_room(self) -> str:
         told = f"no place in a batch came free within gateway.wait_s={self._section.wait_s:g}"

@@ -2,11 +2,13 @@
 
 import asyncio
 from collections import deque
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
 
-from rubato.actors.gateway.gateway import Gateway, Opened
+from rubato.actors.envs.manager import EnvManager
+from rubato.actors.gateway.gateway import Gateway, GatewaySection, Opened
 from rubato.actors.gateway.session import Refused
 from tests.scripted_sessions import scripted_session
 
@@ -34,9 +36,9 @@ def gateway(wait_s=600):
         _section=SimpleNamespace(max_waiting=5, wait_s=wait_s, idle_s=600),
         _openings=deque(),
         _openings_changed=lambda: None,
-        _takes_more=True,
+        _refusal=None,
+        _reached_at=lambda request: "http://gateway",
         _tasks={},
-        _url="http://gateway",
         _why_no_room=lambda: "no room",
     )
 
@@ -57,6 +59,52 @@ async def test_a_session_that_comes_as_its_client_leaves_gives_its_place_to_anot
 
     assert session.over == "cancelled"
     assert not place._openings
+
+
+@pytest.mark.parametrize(("is_over", "status", "code"), [(True, 410, "run_over"), (False, 503, "draining")])
+async def test_what_waits_is_refused_for_good_only_where_the_run_is_over(monkeypatch, is_over, status, code):
+    """A gateway that drains leaves its place to the next one, at the same address."""
+
+    async def admit(self):
+        if not is_over:
+            raise asyncio.CancelledError
+
+    monkeypatch.setattr(EnvManager, "_admit", admit)
+    place = Gateway.__new__(Gateway)
+    vars(place).update(vars(gateway()), _tell_unasked=lambda: None)
+    opening = asyncio.ensure_future(Gateway._open(place, Request()))  # noqa: TID251 - it ends before the test does
+    while not place._openings:  # noqa: ASYNC110 - nothing else tells
+        await asyncio.sleep(0)
+
+    with suppress(asyncio.CancelledError):
+        await Gateway._admit(place)
+
+    for late in (opening, Gateway._open(place, Request())):
+        with pytest.raises(Refused) as refused:
+            await late
+        assert (refused.value.status, refused.value.code) == (status, code)
+
+
+@pytest.mark.parametrize(
+    ("url", "host", "reached"),
+    [
+        ("https://train.example/rl", "10.0.0.5:8100", "https://train.example/rl"),
+        ("", "train.example:8100", "http://train.example:8100"),
+        ("", "[::1]:8100", "http://[::1]:8100"),
+        ("", "a b", "http://0.0.0.0:8100"),
+        ("", "", "http://0.0.0.0:8100"),
+    ],
+)
+def test_agents_reach_the_gateway_where_the_one_that_opens_their_sessions_does(url, host, reached):
+    place = SimpleNamespace(_section=GatewaySection(url=url), _url="http://0.0.0.0:8100")
+
+    assert Gateway._reached_at(place, SimpleNamespace(headers={"host": host})) == reached
+
+
+@pytest.mark.parametrize("url", ["train.example:8100", "ftp://train.example", "http://a b", "http://train.example/?a=1"])
+def test_an_address_that_is_none_is_refused(url):
+    with pytest.raises(ValueError, match="url"):
+        GatewaySection(url=url)
 
 
 async def test_one_that_waits_for_too_long_is_to_be_tried_again():
