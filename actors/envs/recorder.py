@@ -74,6 +74,8 @@ class Recorder:
         self.transcripts: list[Transcript] = []
         self.texts: list[str] = []
         """Text of each turn that is over."""
+        self.finish_reasons: list[str] = []
+        """Why each of them ended."""
         self.reward = 0.0
         self.parts: dict[str, float] = {}
         self.info: dict[str, Any] = {}
@@ -97,7 +99,6 @@ class Recorder:
             seed=ticket.noise,
             stop=context.renderer.stop_strings,
         )
-        self._finish_reasons: list[str] = []
         self._num_asked = self._num_sampled = 0
         self._env_s = 0.0
         self._entered: float | None = None
@@ -252,7 +253,7 @@ class Recorder:
             transcript.sample(reply.tokens)
         except ValueError as error:
             raise GaveUp("generation_failed", f"{reply.engine} sent {error}", retry=True) from error
-        self._finish_reasons.append(reply.finish_reason)
+        self.finish_reasons.append(reply.finish_reason)
         self.sampled += num
         self.texts.append(self._context.renderer.decode(reply.tokens.ids))
         return self.texts[-1]
@@ -283,7 +284,7 @@ class Recorder:
             "invalid_turns": self.num_invalid,
             "truncated": self.truncated,
             "env_reward": self.reward,
-            "finish_reasons": self._finish_reasons,
+            "finish_reasons": self.finish_reasons,
         }
         plain = {key: value for key, value in self.info.items() if isinstance(key, str) and is_plain(value)}
         try:
@@ -302,8 +303,8 @@ class Recorder:
             truncated=self.truncated,
             wall_s=0.0,
             temperature=self.sampling.temperature,
-            finish_reasons=tuple(self._finish_reasons),
-            cut=self.sampling.max_new_tokens > 1 and "length" in self._finish_reasons,
+            finish_reasons=tuple(self.finish_reasons),
+            cut=self.sampling.max_new_tokens > 1 and "length" in self.finish_reasons,
             env_s=self._env_s,
             info=numbers_of(self.info),
             text=shortened("\n".join(self.texts)) if held_out else "",

@@ -35,7 +35,8 @@ Stop = Annotated[str, msgspec.Meta(min_length=1, max_length=STOP_LENGTH)]
 
 UNAVAILABLE = (
     "logit_bias", "functions", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "bad_words", "ignore_eos",
-    "chat_template", "chat_template_kwargs", "continue_final_message", "audio", "web_search_options",
+    "chat_template", "chat_template_kwargs", "continue_final_message", "audio", "web_search_options", "allowed_token_ids", "prompt_logprobs",
+    "truncate_prompt_tokens", "documents", "echo",
 )  # fmt: skip
 """Fields, of OpenAI's API and of vLLM's, that would change the answer."""
 
@@ -70,6 +71,11 @@ class Asked(msgspec.Struct):
     bad_words: Any = None
     min_tokens: Any = None
     ignore_eos: Any = None
+    allowed_token_ids: Any = None
+    prompt_logprobs: Any = None
+    truncate_prompt_tokens: Any = None
+    documents: Any = None
+    echo: Any = None
     chat_template: Any = None
     chat_template_kwargs: Any = None
     add_generation_prompt: Any = None
@@ -184,11 +190,13 @@ def events(asked: Asked, answers: Sequence[Answer], head: Head) -> Iterator[byte
     shared = _head(head, "chat.completion.chunk")
 
     def chunk(index: int, delta: dict[str, Any], finish_reason: str | None = None, **more: Any) -> bytes:
-        return event(shared | {"choices": [{"index": index, "delta": delta, "finish_reason": finish_reason, **more}]})
+        return event(shared | prompt | {"choices": [{"index": index, "delta": delta, "finish_reason": finish_reason, **more}]})
 
+    prompt: dict[str, Any] = {"prompt_token_ids": unpack_i32(answers[0].prompt)} if asked.return_token_ids else {}
     for index, answer in enumerate(answers):
         message = answer.said.message
         yield chunk(index, {"role": "assistant", "content": ""})
+        prompt = {}  # the first event alone has it
         if reasoning := message.get("reasoning_content"):
             yield chunk(index, {"reasoning_content": reasoning})
         if message["content"]:

@@ -110,6 +110,9 @@ class Turn:
     choice: int = 0
     """One of several answers to the request of this number; 0: the only one."""
     text: str = ""
+    finish_reason: str = ""
+    asked: int = 0
+    """The number of its request, in the order in which they came."""
 
     def path(self) -> Iterator["Turn"]:
         """It and those before it, newest first."""
@@ -232,11 +235,22 @@ class Forest:
         if place.before is not None:
             transcript.cut(place.before.end)
 
-    def sampled(self, place: Place, transcript: Transcript, said: Message, *, choice: int = 0, forced: int = 0, text: str = "") -> Turn:
+    def sampled(
+        self,
+        place: Place,
+        transcript: Transcript,
+        said: Message,
+        *,
+        choice: int = 0,
+        forced: int = 0,
+        text: str = "",
+        finish_reason: str = "",
+        asked: int = 0,
+    ) -> Turn:
         """A turn was sampled at the end of `transcript`, which the client is told as the message `said`; it began with `forced` tokens that
         were not sampled. `text` is the whole of it.
         """
-        turn = Turn(transcript, transcript.turn_at - forced, len(transcript), place.before, choice, text)
+        turn = Turn(transcript, transcript.turn_at - forced, len(transcript), place.before, choice, text, finish_reason, asked)
         if place.meanings:
             self._tell(place, said, turn)
         self.turns.append(turn)
@@ -254,6 +268,11 @@ class Forest:
         node.turn = turn
         if said.get("reasoning_content"):
             before.bare[meaning_of(said, reasoning=False)] = node
+
+    @property
+    def last(self) -> Turn:
+        """The turn of the request that came last; turns of requests that were under way at once end in any order."""
+        return max(self.turns, key=lambda turn: turn.asked)
 
     def carrying(self, last: Turn) -> list[Transcript]:
         """The transcripts that led to the turn `last`, and to the other answers to its request: those that have a turn of their path, and

@@ -163,6 +163,16 @@ class Prompt(NamedTuple):
         return self.place.num_kept + len(self.shown) // TOKEN_BYTES
 
 
+class Sampled(NamedTuple):
+    """A turn as the engine sent it."""
+
+    transcript: Transcript
+    prompt: bytes
+    """int32 ids before it."""
+    text: str
+    completion: Completion
+
+
 @dataclass(frozen=True)
 class Answer:
     """A sampled turn, as its client is told."""
@@ -182,6 +192,11 @@ class Answer:
     @property
     def finish_reason(self) -> str:
         return "tool_calls" if self.said.calls else self.completion.finish_reason
+
+
+def public_name(session_id: str) -> str:
+    """Of a session in requests to engines, and so in logs: its id is as good as its key."""
+    return blake2b(session_id.encode(), digest_size=6).hexdigest()
 
 
 class Session:
@@ -214,7 +229,7 @@ class Session:
         self.rewarded = False
         """Whether the agent said its reward itself."""
         self.answer = ""
-        """What it ended with: the text of the turn that was over last, unless it says another."""
+        """What it ended with: the text of the turn that was asked for last, unless it says another."""
         self._renderer, self._offload, self._idle_s, self._max_len = renderer, offload, idle_s, max_len
         self._within = within or Deadlines(None)
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -234,7 +249,8 @@ class Session:
         self._quiet = asyncio.Event()
         """Set while none is under way."""
         self._quiet.set()
-        self._num_asked = 0
+        self._num_asked = self._num_sampled = self._answered = 0
+        """Requests, turns sampled for them, and the request whose turn is the answer."""
         self._num_choices = 0
         self._forced: tuple[Any, bytes] | None = None
         """Which call was forced last, and how it begins."""
@@ -247,7 +263,7 @@ class Session:
     def begin(self, recorder: Recorder) -> None:
         """Its ticket is there."""
         # A Store that lost its last seconds gives the same attempt out again, and another agent may say something else.
-        recorder.key += f".{self.id}"
+        recorder.key += f".{public_name(self.id)}"
         self._recorder = recorder
 
     # -- as a driver ------------------------------------------------------------------------------------------------
@@ -268,7 +284,9 @@ class Session:
             raise GaveUp("agent_idle", "the session was completed without a turn")
         num, recorder.transcripts = len(recorder.transcripts), self.carrying()
         carrying = {*recorder.transcripts}
-        recorder.texts = [turn.text for turn in self.forest.turns if turn.transcript in carrying]  # reward functions see what is trained
+        turns = [turn for turn in self.forest.turns if turn.transcript in carrying]  # reward functions see what is trained
+        recorder.texts = [turn.text for turn in turns]
+        recorder.finish_reasons = [turn.finish_reason for turn in turns]
         if num_unused := num - len(recorder.transcripts):
             self.num_unused = recorder.info["unused_contexts"] = num_unused
 
@@ -284,7 +302,7 @@ class Session:
         """Contexts that would carry the reward if the session ended now."""
         if self._trains_all or not self.forest.turns:
             return [*self.recorder.transcripts]
-        return self.forest.carrying(self.forest.turns[-1])
+        return self.forest.carrying(self.forest.last)
 
     def _why_cancelled(self) -> OverCode:
         """Where the sample buffer ends it: nothing can come of it, mostly for its age."""
@@ -304,13 +322,15 @@ class Session:
         if self._asking + ask.n > MOST_AT_ONCE:
             raise Refused(429, "too_many_requests", f"{self._asking} requests of this session are under way already")
         self._asking += ask.n
+        self._num_asked += 1
+        number = self._num_asked
         self._quiet.clear()
         self.heard()
         try:
             async with self._within.block() as limit:
                 self._limits[limit] = None
                 try:
-                    return await self._turns(ask)
+                    return await self._turns(ask, number)
                 finally:
                     del self._limits[limit]
         except TimeoutError:
@@ -337,22 +357,21 @@ class Session:
         finally:
             self.heard()
 
-    async def _turns(self, ask: Ask | AskTokens) -> tuple[Answer, ...]:
+    async def _turns(self, ask: Ask | AskTokens, number: int) -> tuple[Answer, ...]:
         prompt = await self._prompt(ask)
         if prompt.num >= self._max_len:
             raise Refused(
                 400, "context_length_exceeded", f"the conversation has {prompt.num} tokens, and rollout.max_len leaves none for an answer"
             )
+        choice = 0
         if ask.n == 1:
-            return (await self._turn(ask, prompt),)
-        self._num_choices += 1
-        choice = self._num_choices
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                turns = [tasks.create_task(self._turn(ask, prompt, choice)) for _ in range(ask.n)]
-        except BaseExceptionGroup as group:
-            raise first_cause(group) from None
-        return tuple(turn.result() for turn in turns)
+            turns = [await self._sample(ask, prompt)]
+        else:
+            self._num_choices += 1
+            choice = self._num_choices
+            turns = await self._sample_each(ask, prompt)
+        self._check_open()
+        return tuple(self._answer(ask, prompt, turn, number, choice) for turn in turns)
 
     async def _prompt(self, ask: Ask | AskTokens) -> Prompt:
         """Raises ValueError."""
@@ -377,10 +396,25 @@ class Session:
                 raise ValueError(f"tool_choice: a call can't be forced here, since {error}. Leave it at auto") from error
         return self._forced[1]
 
-    async def _turn(self, ask: Ask | AskTokens, asked: Prompt, choice: int = 0) -> Answer:
-        """One turn."""
+    async def _sample_each(self, ask: Ask | AskTokens, asked: Prompt) -> list[Sampled]:
+        """All answers to one request, or none: what was sampled of others is left out where one can't be had, or their client left."""
+        turns: list[asyncio.Task[Sampled]] = []
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                turns = [tasks.create_task(self._sample(ask, asked, alone=True)) for _ in range(ask.n)]
+        except BaseException as why:
+            for turn in turns:
+                if not turn.cancelled() and turn.exception() is None:
+                    self.recorder.transcripts.remove(turn.result().transcript)
+            if isinstance(why, BaseExceptionGroup):
+                raise first_cause(why) from None
+            raise
+        return [turn.result() for turn in turns]
+
+    async def _sample(self, ask: Ask | AskTokens, asked: Prompt, *, alone: bool = False) -> Sampled:
+        """One turn; `alone`: in a context of its own."""
         recorder, place = self.recorder, asked.place
-        transcript = self.forest.opened(place, asked.shown, alone=choice > 0)
+        transcript = self.forest.opened(place, asked.shown, alone=alone)
         if is_new := transcript not in recorder.transcripts:
             recorder.transcripts.append(transcript)
         prompt = transcript.prompt
@@ -392,17 +426,31 @@ class Session:
             else:
                 self.forest.withdrawn(place, transcript)
             raise
-        said, stop, text = said_to(ask, asked.renderer, prompt, asked.opening, completion, text, len(self.forest.turns))
-        self._check_open()
-        self.forest.sampled(place, transcript, said.message, choice=choice, forced=len(asked.opening) // TOKEN_BYTES, text=text)
-        self.answer = said.content
+        return Sampled(transcript, prompt, text, completion)
+
+    def _answer(self, ask: Ask | AskTokens, asked: Prompt, turn: Sampled, number: int, choice: int) -> Answer:
+        """As the client of request `number` is told, and as the session has it from now on."""
+        completion, prompt = turn.completion, turn.prompt
+        said, stop, text = said_to(ask, asked.renderer, prompt, asked.opening, completion, turn.text, len(self.forest.turns))
+        self.forest.sampled(
+            asked.place,
+            turn.transcript,
+            said.message,
+            choice=choice,
+            forced=len(asked.opening) // TOKEN_BYTES,
+            text=text,
+            finish_reason=completion.finish_reason,
+            asked=number,
+        )
+        if number >= self._answered:
+            self.answer, self._answered = said.content, number
         return Answer(said, completion, len(prompt) // TOKEN_BYTES, prompt, stop)
 
     def _sampling(self, ask: Ask | AskTokens, room: int) -> Sampling:
         """The run's, within what is asked and `room`. Turns behind one history differ by their seeds."""
         sampling = self.recorder.sampling
-        seed = (sampling.seed + self._num_asked) % 2**63
-        self._num_asked += 1
+        seed = (sampling.seed + self._num_sampled) % 2**63
+        self._num_sampled += 1
         ends, stop = ask.ends(sampling.stop_token_ids, sampling.stop)
         num = min(room, sampling.max_new_tokens, ask.max_tokens or room)
         return msgspec.structs.replace(sampling, max_new_tokens=num, stop_token_ids=ends, seed=seed, stop=stop)

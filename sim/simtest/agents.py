@@ -398,11 +398,13 @@ def _ended_in_stream(reply: Reply) -> Reply | None:
 
 
 def _streamed(body: bytes) -> list[tuple[str, bytes | None, bytes]]:
-    """The same of a stream, which does not tell its prompt."""
-    content, ids = "", list[int]()
+    """The same of a stream, whose first event tells its prompt."""
+    content, ids, prompt = "", list[int](), None
     for line in body.splitlines():
         if line.startswith(b"data: {"):
-            (choice,) = msgspec.json.decode(line[6:])["choices"]
+            told = msgspec.json.decode(line[6:])
+            (choice,) = told["choices"]
             content += choice["delta"].get("content") or ""
             ids += choice.get("token_ids") or []
-    return [(content, None, _packed(ids))]
+            prompt = _packed(told["prompt_token_ids"]) if "prompt_token_ids" in told else prompt
+    return [(content, prompt, _packed(ids))]

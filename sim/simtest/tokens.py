@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from rubato.actors.envs.chat import TOKEN_BYTES
+from rubato.actors.gateway.session import public_name
 from rubato.actors.messages.generation import Generate, Tokens
 from rubato.actors.messages.samples import Score, Segment, Ticket, Trajectory
 from rubato.bus.message import unpack_i32
@@ -86,7 +87,9 @@ class TokenChecks:
         ticket = trajectory.ticket
         attempt = f"{ticket.trajectory_id}.{ticket.attempt}"
         sessions = self._expected.get((ticket.trajectory_id, ticket.attempt), ())
-        scored = [num for key in (attempt, *(f"{attempt}.{session}" for session in sessions)) for num in self._scored.get(key, ())]
+        scored = [
+            num for key in (attempt, *(f"{attempt}.{public_name(session)}" for session in sessions)) for num in self._scored.get(key, ())
+        ]
         if self._scored and trajectory.turns not in scored:
             self._fail("scored as trained", f"{attempt} has {trajectory.turns} turns; scored were {scored}")
 

@@ -148,14 +148,16 @@ async def test_of_several_answers_all_count_for_how_many_are_under_way():
     assert (client.status, refused.status) == (200, 429)
 
 
-async def test_several_answers_fail_together():
-    session = scripted_session("five", refused_by_engine())
+async def test_of_several_answers_of_which_one_fails_none_is_kept():
+    session = scripted_session("one", "two", refused_by_engine())
+    await Client().post(session, "/v1/chat/completions", BODIES["/v1/chat/completions"])
     client = Client()
 
     await client.post(session, "/v1/chat/completions", BODIES["/v1/chat/completions"] | {"n": 2})
 
     assert client.status == 400
-    assert len(session.forest.turns) <= 1
+    assert [turn.text for turn in session.forest.turns] == [session.answer] == ["one"]
+    assert len(session.recorder.transcripts) == 1
 
 
 @pytest.mark.parametrize(("retry", "status"), [(True, 503), (False, 400)])

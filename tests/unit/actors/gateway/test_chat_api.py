@@ -7,6 +7,7 @@ import pytest
 from rubato.actors.gateway import chat_api
 from rubato.actors.gateway.dialect import Head
 from rubato.actors.gateway.session import Refused
+from rubato.bus.message import unpack_i32
 from tests.scripted_sessions import scripted_session
 
 HEAD = Head("h1", 5, "m")
@@ -79,6 +80,16 @@ async def test_what_the_model_reasoned_and_called_is_told_apart_in_a_stream():
     assert usage["usage"]["total_tokens"] == answers[0].num_prompt + answers[0].num_sampled
 
 
+async def test_the_first_event_of_a_stream_has_the_ids_of_its_prompt():
+    given = asked(n=2, stream=True, return_token_ids=True)
+    answers = await scripted_session("five", "5").turns(given.ask)
+
+    first, *others = chunks_of(chat_api.events(given, answers, HEAD))
+
+    assert first["prompt_token_ids"] == [*unpack_i32(answers[0].prompt)]
+    assert not any("prompt_token_ids" in chunk for chunk in others)
+
+
 async def test_a_stop_of_the_client_is_not_told_and_its_tokens_are_kept():
     session = scripted_session("5 Observation: it is five")
 
@@ -109,6 +120,11 @@ def test_a_developer_is_the_system_and_parts_are_one_text():
         {"modalities": ["text", "audio"]},
         {"web_search_options": {"user_location": None}},
         {"function_call": {"name": "add"}},
+        {"allowed_token_ids": [5, 6]},
+        {"prompt_logprobs": 1},
+        {"truncate_prompt_tokens": 8},
+        {"documents": [{"text": "five"}]},
+        {"echo": True},
     ],
 )
 def test_what_would_change_the_answer_and_can_not_be_had_is_named(more):

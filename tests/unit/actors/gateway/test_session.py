@@ -15,6 +15,7 @@ from rubato.actors.messages.generation import Completion, Tokens, VersionSpan
 from rubato.actors.messages.samples import PolicyState, Ticket
 from rubato.bus.errors import Failed
 from rubato.runtime.observe.figures import Waits
+from tests.scripted_sessions import scripted_session
 
 END = 257
 USER = {"role": "user", "content": "where?"}
@@ -261,6 +262,47 @@ async def test_what_another_session_of_the_same_attempt_asked_is_not_its_answer(
 
     assert one.recorder.ticket == other.recorder.ticket
     assert one.proxy.requests != other.proxy.requests
+
+
+async def test_an_engine_is_not_shown_what_lets_a_session_be_ended(played):
+    await played.turn(USER)
+
+    (request_id,) = played.proxy.requests
+    assert played.session.id not in request_id
+    assert played.session.key not in request_id
+
+
+async def driven(session):
+    """It is complete, and its driver through."""
+    session.complete(Ending(reward=1.0))
+    await session.drive(session.recorder)
+    return await session.recorder.finish(0.0)
+
+
+async def test_of_requests_under_way_at_once_the_one_that_came_last_leads_to_the_end():
+    session = scripted_session("a title", "the way")
+    proxy = session.proxy
+    proxy.goes_on.clear()
+    title = asyncio.ensure_future(session.turns(Ask([{"role": "user", "content": "title?"}])))  # noqa: TID251 - it ends before the test does
+    while not proxy.asked:  # noqa: ASYNC110 - nothing else tells
+        await asyncio.sleep(0)
+    held, proxy.goes_on = proxy.goes_on, asyncio.Event()
+    proxy.goes_on.set()
+    await session.turns(Ask([USER]))
+    held.set()
+    await title
+    trajectory = await driven(session)
+
+    assert (session.answer, session.recorder.texts, len(trajectory.segments)) == ("the way", ["the way"], 1)
+
+
+async def test_a_side_request_that_ended_at_its_own_limit_does_not_make_its_sample_one_that_was_cut():
+    session = scripted_session("a title", "the way")
+    await session.turns(Ask([{"role": "user", "content": "title?"}], max_tokens=2))
+    await session.turns(Ask([USER]))
+    trajectory = await driven(session)
+
+    assert (trajectory.turns, trajectory.finish_reasons, trajectory.cut) == (1, ("stop",), False)
 
 
 FORGETS = (
