@@ -44,6 +44,9 @@ ENV_WORKERS, GUARD = "rubato.actors.envs.pooled:EnvWorkers", "rubato.runtime.poo
 ENV_COROUTINES, AGENT_SANDBOX = "rubato.actors.envs.coroutines:Coroutines", "rubato.actors.gateway.sandboxed:AgentSandbox"
 """Paths for environments in processes of their own, for a user's in the manager's, for coroutines of theirs, and for agents in sandboxes."""
 
+TORCH_VERBS, ENGINE_VERBS = "rubato.actors.engines.torch_verbs:VERBS", frozenset({"export", "sleep", "wake", "reconfigure"})
+"""What the torch engine can do for orders of an orchestrator or a cluster, and the names of these."""
+
 REASONING, REASONING_HELD_OUT = "rubato.actors.envs.reasoning:ReasoningGymEnv", "rubato.actors.envs.reasoning:HELD_OUT"
 TEXTARENA, DATA_ROWS = "rubato.actors.envs.games:TextArenaEnv", "rubato.actors.data.datasets:data_rows"
 VERIFIERS = "rubato.actors.envs.verifiers:VerifiersTaskset"
@@ -133,7 +136,7 @@ def ranked_engine(config: Any) -> str:
 
 def weights_sender(config: Any) -> str:
     """What the weights leave the trainer by (actors/weights/transport.py)."""
-    return "rubato.actors.ranks.head:RankedSender" if config.train.mesh.size > 1 else "rubato.actors.weights.blobs:BlobSender"
+    return "rubato.actors.ranks.head:RankedSender" if config.train.mesh.size > 1 else "rubato.actors.weights.transport:BlobSender"
 
 
 def roles_of_trainer(tree: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -18,7 +18,7 @@ A dead process is noticed within milliseconds, a dead host or network by ZMTP he
 import asyncio
 from typing import TYPE_CHECKING
 
-from rubato.bus import limits
+from rubato.bus import link as limits
 from rubato.bus.address import IPC, MEMORY, Address, parse
 from rubato.bus.errors import BadAddress
 from rubato.bus.keys import Keys

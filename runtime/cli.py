@@ -79,7 +79,7 @@ def _dispatch(arguments: list[str]) -> int:
         guess = f"Did you mean rubato {near[0]}?" if near else "See rubato --help."
         print(f"{name} is not a command. {guess}", file=sys.stderr)  # noqa: T201
         return ExitCode.REFUSED
-    importlib.import_module("rubato.runtime.observe.lean").import_structlog()
+    importlib.import_module("rubato.runtime.importer").import_structlog()
     run: Callable[[list[str]], int] = importlib.import_module(command.module).main
     return run(arguments if command.verb else arguments[1:])
 

@@ -12,8 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from rubato.runtime.importer import runs_user_code
-from rubato.runtime.observe.lean import import_structlog
+from rubato.runtime.importer import import_structlog, runs_user_code
 
 import_structlog()
 

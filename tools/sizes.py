@@ -16,10 +16,7 @@ within a function, where a message or the config asks for it."""
 
 PACKAGES = ("bus", "runtime", "planning", "actors")
 
-STAYS = {
-    "actors/engines/torch_verbs.py": "mechanisms, which a file of the spine does not mention",
-    "actors/adapters/publishing.py": "of a library, docs/adapters.md",
-}
+STAYS = {"actors/adapters/publishing.py": "of a library, docs/adapters.md"}
 
 
 def code_lines(text: str, tree: ast.AST) -> int:

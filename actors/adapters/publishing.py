@@ -7,8 +7,7 @@ from rubato.actors.adapters import shapes
 from rubato.actors.messages.adapters import WithdrawWeights
 from rubato.actors.messages.generation import GENERATION
 from rubato.actors.messages.weights import WeightsPublished
-from rubato.actors.weights.blobs import blob_of
-from rubato.actors.weights.transport import WeightsSender, WeightsSource, WeightsVersion
+from rubato.actors.weights.transport import WeightsSender, WeightsSource, WeightsVersion, blob_of
 from rubato.bus.errors import AskFailed, Failed
 from rubato.runtime.actor import Actor
 from rubato.runtime.blobs.patches import forget

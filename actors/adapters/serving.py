@@ -14,8 +14,7 @@ from rubato.actors.engines.weights import BLOBS, RETRY_S, TRAINER
 from rubato.actors.messages.adapters import WithdrawWeights
 from rubato.actors.messages.generation import Abort, Aborted, GenerateReply
 from rubato.actors.messages.weights import WeightsPublished
-from rubato.actors.weights.blobs import BlobReceiver, blob_of
-from rubato.actors.weights.transport import WeightsMissing
+from rubato.actors.weights.transport import BlobReceiver, WeightsMissing, blob_of
 from rubato.bus.errors import Failed
 from rubato.bus.message import Ack
 from rubato.planning.engine_info import EngineInfo, WeightsId, WeightsNeed

@@ -6,6 +6,7 @@ import threading
 from collections import abc, deque
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from time import perf_counter, process_time, thread_time
 from typing import Any
@@ -20,7 +21,6 @@ from rubato.actors.engines.model import Weights
 from rubato.actors.engines.runner import ModelRunner
 from rubato.actors.engines.scheduler import WHOLE, RealTime, Row, Scheduler, Sequence, check, contents
 from rubato.actors.engines.section import EngineSection
-from rubato.actors.engines.torch_verbs import TorchVerbs
 from rubato.actors.messages.weights import WeightsDigest
 from rubato.planning.step_sums import StepSums
 from rubato.runtime.observe.log import logger
@@ -35,7 +35,7 @@ Say = Callable[[Any], None]
 """Called on the event loop with a chunk, or with the error that ended the engine."""
 
 
-class TorchEngine(TorchVerbs):
+class TorchEngine:
     """Lives on one event loop; the step loop is a thread of its own and hears of everything between two steps."""
 
     capabilities = frozenset(CAPABILITIES)
@@ -55,6 +55,12 @@ class TorchEngine(TorchVerbs):
         self._updates = 0
         self._update_cpu_s = 0.0
         self._cpu_s = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        """A verb that only some configs ask for: these lie in a file of their own."""
+        if name not in plugins.ENGINE_VERBS:
+            raise AttributeError(f"{type(self).__name__} has no {name}", name=name, obj=self)
+        return partial(plugins.load(plugins.TORCH_VERBS)[name], self)
 
     @property
     def holds(self) -> abc.Container[str]:

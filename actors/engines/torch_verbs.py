@@ -1,43 +1,47 @@
-"""What the torch engine can do beyond what every engine does: give a request away, sleep and wake, last like another number of GPUs."""
+"""What the torch engine can do beyond what every engine does: give a request away, sleep and wake, last like another number of GPUs.
+
+Its verbs are the coroutines of VERBS, loaded where the first of them is asked for. Each is carried out between two steps.
+"""
 
 import asyncio
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from rubato.actors.engines.engine import EngineError, Work, check_level
 from rubato.actors.engines.runner import HOST
 
 if TYPE_CHECKING:
-    from rubato.actors.engines.torch_engine import StepLoop
+    from rubato.actors.engines.torch_engine import StepLoop, TorchEngine
 
 
-class TorchVerbs(Protocol):
-    """The part of the engine on the event loop; each verb is carried out between two steps, by the function of its name below."""
-
-    async def command(self, command: Callable[..., Any], *args: Any) -> Any:
-        """Run `command(steps, *args)` between two steps; returns or raises what it does."""
-        ...
-
-    def started(self) -> "StepLoop": ...
-
-    async def export(self, request_id: str, *, with_cache: bool = False) -> Work:
-        """It lasts what the cache takes to the other engine, while steps go on."""
-        work: Work = await self.command(export, request_id, with_cache)
-        if work.cache is not None:
-            await asyncio.sleep(self.started().timing.kv_move_s(work.cache.num_tokens))
-        return work
-
-    async def sleep(self, level: int = 1) -> float:
-        return await self.command(sleep, level)
-
-    async def wake(self) -> float:
-        return await self.command(wake)
-
-    async def reconfigure(self, degree: int) -> float:
-        return await self.command(reconfigure, degree)
+async def export(engine: "TorchEngine", request_id: str, *, with_cache: bool = False) -> Work:
+    """It lasts what the cache takes to the other engine, while steps go on."""
+    work: Work = await engine.command(_export, request_id, with_cache)
+    if work.cache is not None:
+        await asyncio.sleep(engine.started().timing.kv_move_s(work.cache.num_tokens))
+    return work
 
 
-def export(steps: "StepLoop", request_id: str, with_cache: bool) -> Work:
+async def sleep(engine: "TorchEngine", level: int = 1) -> float:
+    """Returns the seconds it took, as the other two do."""
+    return await engine.command(_sleep, level)
+
+
+async def wake(engine: "TorchEngine") -> float:
+    return await engine.command(_wake)
+
+
+async def reconfigure(engine: "TorchEngine", degree: int) -> float:
+    return await engine.command(_reconfigure, degree)
+
+
+VERBS: Mapping[str, Any] = {each.__name__: each for each in (export, sleep, wake, reconfigure)}
+
+
+# -- in the thread of the steps ---------------------------------------------------------------------------------------
+
+
+def _export(steps: "StepLoop", request_id: str, with_cache: bool) -> Work:
     """Hand out what was sampled, as the last chunk; returns the request as others go on with it."""
     sequence = steps.sequence(request_id)
     if sequence is None:
@@ -47,8 +51,7 @@ def export(steps: "StepLoop", request_id: str, with_cache: bool) -> Work:
     return sequence.moved(cache)
 
 
-def sleep(steps: "StepLoop", level: int) -> float:
-    """Returns the seconds it took."""
+def _sleep(steps: "StepLoop", level: int) -> float:
     check_level(level)
     if steps.rest_level:
         return 0.0
@@ -61,8 +64,7 @@ def sleep(steps: "StepLoop", level: int) -> float:
     return steps.last(steps.timing.sleep_s(tokens), began)
 
 
-def wake(steps: "StepLoop") -> float:
-    """Returns the seconds it took."""
+def _wake(steps: "StepLoop") -> float:
     if not steps.rest_level:
         return 0.0
     began, level = steps.now(), steps.rest_level
@@ -71,7 +73,6 @@ def wake(steps: "StepLoop") -> float:
     return steps.last(steps.timing.sleep_s(steps.scheduler.num_cached), began)
 
 
-def reconfigure(steps: "StepLoop", degree: int) -> float:
-    """Returns the seconds it took."""
+def _reconfigure(steps: "StepLoop", degree: int) -> float:
     began = steps.now()
     return steps.last(steps.timing.reconfigure(degree, steps.scheduler.num_cached), began)

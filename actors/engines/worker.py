@@ -35,7 +35,7 @@ from rubato.actors.messages.generation import (
     VersionSpan,
 )
 from rubato.actors.messages.weights import WeightsDigest, WeightsPublished, WeightsTaken
-from rubato.actors.weights.blobs import BlobReceiver
+from rubato.actors.weights.transport import BlobReceiver
 from rubato.bus.errors import AskFailed, NotSent
 from rubato.bus.message import Ack, unpack_i32
 from rubato.planning.engine_info import EngineInfo, WeightsId

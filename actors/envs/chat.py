@@ -12,15 +12,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import accumulate, islice
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from rubato.actors import plugins
 from rubato.actors.config import RolloutSection
-from rubato.actors.envs.environment import Observation
 from rubato.actors.envs.templates import MARKS, PLAIN, Forms, RenderError, compiled, ids_in_configs, read_tokenizer, template_of
 from rubato.actors.messages.generation import Tokens, VersionSpan
 from rubato.actors.messages.samples import Segment
 from rubato.bus.message import well_formed
+
+if TYPE_CHECKING:
+    from rubato.actors.envs.environment import Observation
 
 CACHED = 1024
 """Texts whose tokens are kept: rollouts of a group see the same, and tokenising is the dearest part of a turn."""
@@ -276,18 +278,18 @@ class ChatRenderer:
         self._follow_up = remembering(self._render_follow_up, cached)
         self._decoded = remembering(self._tokenizer.decode, cached)
 
-    def opening(self, observation: Observation) -> bytes:
+    def opening(self, observation: "Observation") -> bytes:
         """Token ids of the first prompt: system prompt, the observation, and the start of the model's turn."""
         return self._opening(observation_key(observation))
 
-    def follow_up(self, observation: Observation, last_token: int) -> bytes:
+    def follow_up(self, observation: "Observation", last_token: int) -> bytes:
         """Token ids to append after a sampled turn that ended with `last_token`, up to the start of the next one.
 
         A turn that was cut off, and so has no stop token, gets one here.
         """
         return self._follow_up(observation_key(observation), last_token if last_token in self.stop_token_ids else -1)
 
-    def next_turn(self, observation: Observation, transcript: "Transcript") -> bytes:
+    def next_turn(self, observation: "Observation", transcript: "Transcript") -> bytes:
         """Token ids that follow the last sampled turn of `transcript`, up to the start of the next one."""
         return self.follow_up(observation, transcript.last_token)
 
@@ -295,7 +297,7 @@ class ChatRenderer:
         """The text of sampled tokens, without padding and the stop token at their end."""
         return self._decoded(ids)
 
-    def chat(self, messages: Observation) -> bytes:
+    def chat(self, messages: "Observation") -> bytes:
         """Token ids of a conversation as it is, without the system prompt, and of the start of the model's turn."""
         return self._render_opening(observation_key(messages), bare=True)
 
@@ -451,11 +453,11 @@ class Renderer(Protocol):
     drops_reasoning: bool
     """Its template leaves out what the model reasoned in earlier turns."""
 
-    def opening(self, observation: Observation) -> bytes: ...
+    def opening(self, observation: "Observation") -> bytes: ...
 
-    def chat(self, messages: Observation) -> bytes: ...
+    def chat(self, messages: "Observation") -> bytes: ...
 
-    def next_turn(self, observation: Observation, transcript: "Transcript") -> bytes: ...
+    def next_turn(self, observation: "Observation", transcript: "Transcript") -> bytes: ...
 
     def decode(self, ids: bytes) -> str: ...
 
@@ -554,7 +556,7 @@ Key = tuple[bool, str]
 """Hashable form of an observation: whether it is messages, and its text, or that of their JSON."""
 
 
-def observation_key(observation: Observation) -> Key:
+def observation_key(observation: "Observation") -> Key:
     """See Key. What is no Unicode, as a surrogate that stands alone, becomes U+FFFD. Raises RenderError for what JSON can't hold."""
     if isinstance(observation, str):
         return False, well_formed(observation)

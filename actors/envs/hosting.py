@@ -12,7 +12,6 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 from rubato.actors import plugins
-from rubato.actors.envs.environment import Observation, Step
 from rubato.actors.envs.section import DATA_SETS, EnvSection
 from rubato.actors.messages.samples import Purpose
 from rubato.runtime.importer import LoadError, load_object
@@ -20,6 +19,7 @@ from rubato.runtime.pool.values import MAX_REPLY_BYTES, Traits, Unsendable, deco
 
 if TYPE_CHECKING:
     from rubato.actors.envs.coroutines import Call, Coroutines
+    from rubato.actors.envs.environment import Observation, Step
     from rubato.actors.envs.pooled import EnvWorkers
 
 BUILT_IN = ("rubato.actors.envs.", "rubato.actors.data.")
@@ -288,13 +288,13 @@ class HostedEnv:
         """Whether another instance would wait less for its process than this one."""
         return False
 
-    async def reset(self, seed: int, told: Mapping[str, Any] = {}) -> tuple[Observation, Mapping[str, Any]]:
+    async def reset(self, seed: int, told: Mapping[str, Any] = {}) -> "tuple[Observation, Mapping[str, Any]]":
         """Start an episode; `told` goes to `reset` beside the seed."""
         limit_s = self._section.reset_timeout_s
         result = await self._call("reset", "env_reset_failed", limit_s, seed=seed, **told)
         return check_reset(result, sent=self.sent)
 
-    async def step(self, action: str, began: Callable[[], object] = lambda: None) -> Step:
+    async def step(self, action: str, began: Callable[[], object] = lambda: None) -> "Step":
         """Apply the model's text. `began` is called once its process has time for it."""
         self._began = began
         result = await self._call("step", "env_step_failed", self._section.step_timeout_s, action)
@@ -361,7 +361,7 @@ class InlineEnv(HostedEnv):
             raise _raised(raised.error, method, outcome) from raised.error
 
 
-def check_reset(result: Any, *, sent: bool = False) -> tuple[Observation, Mapping[str, Any]]:
+def check_reset(result: Any, *, sent: bool = False) -> "tuple[Observation, Mapping[str, Any]]":
     """What `reset` returned, if it is (observation, info); else EnvFailure. `sent`: it came from a worker, which bounds what it sends."""
     if not isinstance(result, tuple) or len(result) != 2:
         raise _bad("reset", f"{_shape(result)} instead of (observation, info)")
@@ -369,7 +369,7 @@ def check_reset(result: Any, *, sent: bool = False) -> tuple[Observation, Mappin
     return _observation(observation, "reset", over=False), _info(info, "reset")
 
 
-def check_step(result: Any, *, sent: bool = False) -> Step:
+def check_step(result: Any, *, sent: bool = False) -> "Step":
     """What `step` returned, if it is (observation, reward, terminated, truncated, info) with a finite reward; else EnvFailure.
 
     `sent` as in `check_reset`. Where the episode is over there may be nothing to observe: None is "" there.
@@ -432,7 +432,7 @@ def _weighed(result: object) -> tuple[int, bool]:
     return size, plain
 
 
-def _observation(value: Any, method: str, *, over: bool) -> Observation:
+def _observation(value: Any, method: str, *, over: bool) -> "Observation":
     if over and (value is None or value == []):
         return ""
     if flaw := flaw_of(value):
@@ -440,7 +440,7 @@ def _observation(value: Any, method: str, *, over: bool) -> Observation:
     return normal(value)
 
 
-def normal(observation: Any) -> Observation:
+def normal(observation: Any) -> "Observation":
     """One without flaw, with the text parts of each message made one text, which is what templates that know of parts make of them.
 
     What a message has as None counts as absent: columns of a table have all keys in all rows.

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING, Protocol
 
-from rubato.actors.envs.environment import Observation
 from rubato.actors.envs.hosting import EnvFailure, EnvHost, HostedEnv, sentence
 from rubato.actors.envs.recorder import GaveUp, Recorder, RecorderContext
 from rubato.actors.envs.section import EnvSection
@@ -20,6 +19,7 @@ from rubato.runtime.actor import Actor, Handles
 from rubato.runtime.observe.figures import Metrics
 
 if TYPE_CHECKING:
+    from rubato.actors.envs.environment import Observation
     from rubato.actors.envs.rollout import Rollout
 
 MAX_DETAIL = 300
@@ -146,7 +146,7 @@ class EnvDriver:
             raise
         host.give_back(env, purpose)
 
-    async def _reset(self, recorder: Recorder) -> tuple[HostedEnv, Observation]:
+    async def _reset(self, recorder: Recorder) -> "tuple[HostedEnv, Observation]":
         context, ticket = self._context, recorder.ticket
         limit = f"env.reset_timeout_s={context.env.reset_timeout_s:g}"
         try:
@@ -157,7 +157,7 @@ class EnvDriver:
         recorder.info.update(info)
         return env, observation
 
-    async def _play_turns(self, recorder: Recorder, env: HostedEnv, observation: Observation) -> None:
+    async def _play_turns(self, recorder: Recorder, env: HostedEnv, observation: "Observation") -> None:
         renderer, max_turns = self._context.renderer, self._context.rollout.max_turns
         with _rendered("reset"):
             opening = renderer.opening(observation)
@@ -177,7 +177,7 @@ class EnvDriver:
                 return
             transcript.show(shown)
 
-    async def _step(self, recorder: Recorder, env: HostedEnv, text: str) -> tuple[Observation, bool, bool]:
+    async def _step(self, recorder: Recorder, env: HostedEnv, text: str) -> "tuple[Observation, bool, bool]":
         """(observation, terminated, truncated) of one step, whose reward and info are the recorder's."""
         busy = nullcontext() if env.asynchronous else self._context.metrics.busy()
         self._is_stepping = True

@@ -10,7 +10,7 @@ from rubato.actors import plugins
 from rubato.actors.checkpoints.model_folder import TensorPlace, read_header, rows_of_slice, sampled_slices, slice_of
 from rubato.actors.messages.ranks import DraftPart, PartShown
 from rubato.actors.ranks.copies import CopiedRows
-from rubato.actors.weights.blobs import WeightsSample
+from rubato.actors.weights.transport import WeightsSample
 from rubato.runtime.blobs.blob import BlobInfo, BlobStore, Draft, join_digests, piece_digests_beside
 from rubato.runtime.blobs.parts import Found, Part, cut, part_name, pieces_in, place_of
 from rubato.runtime.registry import ActorRecord

@@ -15,7 +15,7 @@ from rubato.actors.messages.weights import WeightsTaken
 from rubato.actors.training.evaluation import HeldOut
 from rubato.actors.training.publishing import Publisher
 from rubato.actors.training.trainer import Trainer
-from rubato.actors.weights.blobs import BlobSender
+from rubato.actors.weights.transport import BlobSender
 from rubato.runtime.actor import Actor, handler
 from rubato.runtime.config import Section
 from rubato.runtime.errors import ConfigError

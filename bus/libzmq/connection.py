@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import zmq
 from zmq.utils import z85
 
-from rubato.bus import limits
+from rubato.bus import link as limits
 from rubato.bus.errors import BadAddress
 from rubato.bus.keys import Keys
 from rubato.bus.libzmq.socket import BURST, LAST_WORDS, LoopSocket, Socket, bind_to, connect_to, new_context, new_dealer, new_router

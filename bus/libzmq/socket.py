@@ -19,7 +19,7 @@ import zmq
 # The C methods themselves: the wrapper around `send` costs more than twice what `send` does.
 from zmq.backend import Socket as RawSocket
 
-from rubato.bus import limits
+from rubato.bus import link as limits
 from rubato.bus.address import Address, parse
 from rubato.bus.codec import MAX_FRAME_BYTES, MAX_PARTS, cut
 from rubato.bus.errors import BadAddress

@@ -13,7 +13,7 @@ import socket
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from rubato.bus import limits
+from rubato.bus import link as limits
 from rubato.bus.address import check_free
 from rubato.bus.codec import cut
 from rubato.bus.errors import BadAddress, BadFrame

@@ -19,7 +19,7 @@ from rubato.actors.engines.engine import ENGINES, EngineDead, Work
 from rubato.actors.engines.section import EngineSection, PaceSection, ScriptedSection
 from rubato.actors.engines.vllm_command import line
 from rubato.actors.messages.generation import Tokens
-from rubato.actors.weights.blobs import WeightsSample
+from rubato.actors.weights.transport import WeightsSample
 from rubato.runtime.importer import load_object
 from tests.models import VOCAB
 

@@ -14,7 +14,7 @@ from rubato.actors.engines.engine import EngineDead, EngineError, Work
 from rubato.actors.engines.section import EngineSection
 from rubato.actors.engines.torch_engine import TorchEngine
 from rubato.actors.messages.generation import Sampling, Tokens, VersionSpan
-from rubato.actors.weights.blobs import WeightsSample
+from rubato.actors.weights.transport import WeightsSample
 from rubato.bus.message import unpack_f32, unpack_i32
 from tests.contract.engines import whole_of
 from tests.models import logprobs, weights_image, write_model

@@ -12,8 +12,7 @@ import safetensors.numpy
 
 from rubato.actors.checkpoints.model_folder import slice_digest
 from rubato.actors.messages.weights import WeightsDigest, WeightsPublished, WeightsTaken
-from rubato.actors.weights.blobs import BlobReceiver, BlobSender
-from rubato.actors.weights.transport import WeightsMissing, WeightsReceiver, WeightsSender, WeightsVersion
+from rubato.actors.weights.transport import BlobReceiver, BlobSender, WeightsMissing, WeightsReceiver, WeightsSender, WeightsVersion
 from rubato.runtime.actor import RunInfo
 from rubato.runtime.blobs.client import BlobClient
 from rubato.runtime.blobs.server import BlobServer

@@ -34,7 +34,7 @@ from rubato.actors.proxy.proxy import LLMProxy
 from rubato.actors.scripted.train_engine import ScriptedTrainEngine
 from rubato.actors.training.intents import FabricIntents
 from rubato.actors.training.publishing import Publisher
-from rubato.actors.weights.blobs import BlobSender
+from rubato.actors.weights.transport import BlobSender
 from rubato.bus.keys import new_keys
 from rubato.bus.message import pack_i32
 from rubato.planning.demand import Demand

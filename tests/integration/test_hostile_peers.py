@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import zmq
 
-import rubato.bus.limits
+import rubato.bus.link
 from rubato.bus.codec import MAX_FRAME_BYTES, Envelope, EnvelopeKind
 from rubato.bus.keys import new_keys
 from rubato.bus.link import PROTOCOL, Greeting, Identity, Peer
@@ -136,7 +136,7 @@ async def test_a_message_cut_off_between_its_parts_is_never_seen(engine, tmp_pat
 
 
 async def test_a_flood_of_connections_is_capped_and_those_that_were_there_go_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(rubato.bus.limits, "MAX_CONNECTIONS", 40)
+    monkeypatch.setattr(rubato.bus.link, "MAX_CONNECTIONS", 40)
     engine = await Engine("tcp://127.0.0.1:*").start()
     port = int(engine.transport.address.rpartition(":")[2])
     early = await Engine(f"ipc://{tmp_path}/early").start()
@@ -158,7 +158,7 @@ async def test_a_flood_of_connections_is_capped_and_those_that_were_there_go_on(
 
 
 async def test_a_stranger_that_never_finishes_its_handshake_is_dropped(tmp_path, monkeypatch):
-    monkeypatch.setattr(rubato.bus.limits, "HANDSHAKE_MS", 100)
+    monkeypatch.setattr(rubato.bus.link, "HANDSHAKE_MS", 100)
     engine = await Engine("tcp://127.0.0.1:*").start()
     port = int(engine.transport.address.rpartition(":")[2])
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -171,7 +171,7 @@ async def test_a_stranger_that_never_finishes_its_handshake_is_dropped(tmp_path,
 
 
 async def test_a_peer_that_never_reads_is_hung_up_on_and_what_waited_for_it_is_freed(tmp_path, monkeypatch):
-    monkeypatch.setattr(rubato.bus.limits, "MAX_QUEUED", 50)
+    monkeypatch.setattr(rubato.bus.link, "MAX_QUEUED", 50)
     engine = await Engine(f"ipc://{tmp_path}/engine").start()
     _, writer = await connect(engine)
     for frame in (hello(), msgspec.msgpack.encode([envelope(1)])):

@@ -7,7 +7,7 @@ from msgspec import structs
 
 from rubato.actors.engines.weights import WeightsPuller
 from rubato.actors.messages.generation import GENERATION
-from rubato.actors.weights.blobs import BlobReceiver
+from rubato.actors.weights.transport import BlobReceiver
 from rubato.bus.link import Identity
 from rubato.bus.memory import MemoryNetwork, MemoryTransport
 from rubato.runtime.actor import Actor, RunInfo, handler

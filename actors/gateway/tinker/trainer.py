@@ -40,7 +40,7 @@ from rubato.actors.messages.tinker import (
 )
 from rubato.actors.training.engine import TrainError
 from rubato.actors.training.trainer import CheckpointSection
-from rubato.actors.weights.blobs import BlobSender, blob_of
+from rubato.actors.weights.transport import BlobSender, blob_of
 from rubato.bus.message import Ack
 from rubato.runtime.actor import Actor, handler
 from rubato.runtime.config import ActorConfig, RunSection

@@ -14,7 +14,7 @@ from rubato.actors.engines.section import EngineSection
 from rubato.actors.engines.worker import EngineWorker
 from rubato.actors.messages.generation import Aborted, Completion, Generate, Inspect, Sampling, VersionSpan
 from rubato.actors.proxy.proxy import LLMProxy
-from rubato.actors.weights.blobs import BlobSender
+from rubato.actors.weights.transport import BlobSender
 from rubato.bus.link import Identity
 from rubato.bus.memory import MemoryNetwork, MemoryTransport
 from rubato.bus.message import pack_i32, unpack_f32, unpack_i32

@@ -12,7 +12,7 @@ import safetensors.numpy
 
 from rubato.actors.messages.ranks import DraftPart
 from rubato.actors.ranks.parts import HostPart, Sampler, SparseImage, shares_of, union
-from rubato.actors.weights.blobs import WeightsSample
+from rubato.actors.weights.transport import WeightsSample
 from rubato.runtime.blobs.parts import pieces_in, section_head
 from rubato.runtime.memory import MemoryBlobStore
 

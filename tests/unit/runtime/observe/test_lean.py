@@ -8,5 +8,5 @@ def test_an_actor_process_loads_structlog_without_rich_which_others_may_still_im
 
 
 def test_a_program_that_has_rich_keeps_structlog_as_it_is():
-    script = "import rich; from rubato.runtime.observe.lean import import_structlog as f; f(); import structlog.dev as d; assert d.rich"
+    script = "import rich; from rubato.runtime.importer import import_structlog as f; f(); import structlog.dev as d; assert d.rich"
     subprocess.run([sys.executable, "-c", script], check=True)
