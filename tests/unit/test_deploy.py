@@ -202,3 +202,14 @@ def test_an_image_is_built_for_each_kind_of_machine_from_what_the_package_is_mad
         "README.md",
         "LICENSE",
     } <= seen
+
+
+@pytest.mark.parametrize("path", [path for path in DEPLOY.glob("*Dockerfile") if "COPY . " in path.read_text()], ids=lambda path: path.name)
+def test_a_build_that_copies_the_checkout_sees_only_what_is_named(path):
+    """A checkout may hold runs with their keys, and a build goes by the ignore file of its own name alone."""
+    ignored = path.with_name(f"{path.name}.dockerignore")
+
+    rules = [line for line in ignored.read_text().splitlines() if not line.startswith("#")] if ignored.exists() else []
+
+    assert rules[:1] == ["*"]
+    assert not [rule for rule in rules if rule.startswith(("!.", "!runs"))]
