@@ -300,8 +300,30 @@ class Mirror:
             path = self._path(name)
             if self._has_folders:
                 self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
-            with self._fs.open(path, "wb", block_size=BLOCK_BYTES) as to:
-                return self._pumped(file, to)
+            to = self._fs.open(path, "wb", block_size=BLOCK_BYTES)
+            try:
+                found = self._pumped(file, to)
+                to.close()
+            except BaseException as error:
+                self._drop(to, path, again=isinstance(error, GivenUp))
+                raise
+            return found
+
+    def _drop(self, to: Any, path: str, *, again: bool) -> None:
+        """What was sent of the file `path` gets no name there, and goes; `again`: unless another try may have sent it anew."""
+        from fsspec.spec import AbstractBufferedFile
+
+        with suppress(Exception):  # what ended the copy is told
+            if not isinstance(to, AbstractBufferedFile):
+                to.close()
+                if not again:
+                    self._fs.rm_file(path)
+                return
+            try:
+                if not again:  # where files grow in place it removes what has that name
+                    to.discard()
+            finally:
+                to.closed = True  # to close it, as its finalizer does, would complete it
 
     def _fetch(self, name: str, to: Path, known: tuple[int, str]) -> None:
         to.parent.mkdir(parents=True, exist_ok=True)

@@ -1,15 +1,18 @@
 """Copies of checkpoints in a mirror: whole or not there, of the latest trainer alone, and read back as they were."""
 
+import gc
 import json
 from hashlib import blake2b
 from pathlib import Path
 from types import SimpleNamespace
 
+import fsspec
 import msgspec
 import pytest
+from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 
 from rubato.actors.checkpoints import checkpoint, mirror, mirror_launch
-from rubato.actors.checkpoints.mirror import COMPLETE, Claim, Copy, Gone, Mirror, MirrorError, Superseded
+from rubato.actors.checkpoints.mirror import COMPLETE, Claim, Copy, GivenUp, Gone, Mirror, MirrorError, Superseded
 from rubato.runtime.errors import ConfigError
 
 FIRST, SECOND = Claim(1, "aaaaaaaa"), Claim(2, "00000000")
@@ -83,6 +86,70 @@ def test_an_upload_that_breaks_off_leaves_no_whole_copy(run, place):
     assert [copy.step for copy in at.copies()] == [3, 4]
     assert [copy.step for copy in at.copies() if at.complete(copy)] == [3]
     assert mirror.look(str(place)).step == 3
+
+
+class Upload(AbstractBufferedFile):
+    """Parts, which become an object once it is closed."""
+
+    def _initiate_upload(self):
+        self.parts = self.fs.under_way[self.path] = []
+
+    def _upload_chunk(self, final=False):
+        self.parts.append(self.buffer.getvalue())
+        if final:
+            self.fs.objects[self.path] = b"".join(self.fs.under_way.pop(self.path))
+
+    def discard(self):
+        self.fs.under_way.pop(self.path, None)
+
+
+class Bucket(AbstractFileSystem):
+    """An object store."""
+
+    protocol = "bucket"
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.objects, self.under_way = {}, {}
+
+    def _open(self, path, mode="rb", block_size=None, autocommit=True, cache_options=None, **kwargs):
+        return Upload(self, path, mode, block_size=4 << 20)
+
+
+def breaking_off(error: Exception):
+    """What is called as bytes went through, and raises for the second time."""
+    went = iter([None])
+
+    def moved():
+        if next(went, error):
+            raise error
+
+    return moved
+
+
+@pytest.mark.parametrize(("error", "left"), [(MirrorError("cut"), 0), (GivenUp("stalled"), 1)])
+def test_of_a_file_that_broke_off_a_bucket_has_no_object(run, error, left):
+    fsspec.register_implementation("bucket", Bucket, clobber=True)
+    at = Mirror("bucket://mine/run", breaking_off(error))
+    folder = saved(run, 3, {"model.safetensors": b"w" * (9 << 20)})
+
+    with pytest.raises(type(error)):
+        at.put(Copy(FIRST, 3), folder, "line")
+    gc.collect()
+
+    assert at._fs.objects == {}
+    assert len(at._fs.under_way) == left  # another try may have begun, and sends to the same name
+
+
+@pytest.mark.parametrize(("error", "left"), [(MirrorError("cut"), []), (GivenUp("stalled"), ["model.safetensors"])])
+def test_of_a_file_that_broke_off_a_folder_has_nothing_unless_another_try_may_write_it(run, place, error, left):
+    at = Mirror(str(place), breaking_off(error))
+    folder = saved(run, 3, {"model.safetensors": b"w" * (9 << 20)})
+
+    with pytest.raises(type(error)):
+        at.put(Copy(FIRST, 3), folder, "line")
+
+    assert [path.name for path in (place / Copy(FIRST, 3).name).iterdir()] == left
 
 
 def test_a_trainer_that_was_replaced_completes_no_copy(run, place):
