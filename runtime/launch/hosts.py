@@ -202,10 +202,13 @@ class JobHosts:
     # -- parts --------------------------------------------------------------------------------------------------
 
     async def _by_node(self, names: Sequence[str]) -> Sequence[str]:
-        """With its node agent in place of a host's name in `launch.hosts`, such as far-1."""
+        """With its node agent in place of a host's name in `launch.hosts`, such as far-1: of several in reach that of the newest."""
         if not self._job.launch.hosts or not {*names}.difference(self.running(), self.others(), self._left):
             return names
-        nodes = {name.decode(): key.removeprefix(name_key("")) for key, name in (await self._agent.store.scan(name_key(""))).items()}
+        named = {key.removeprefix(name_key("")): name.decode() for key, name in (await self._agent.store.scan(name_key(""))).items()}
+        known = self._agent.directory.names()
+        there = named.keys() & {*self.others(), *self._left}  # names of nodes that are gone stay in the Store
+        nodes = {named[node]: node for node in sorted(there, key=lambda node: known.get(node, 0))}
         return [nodes.get(name, name) for name in names]
 
     def _by_host(self, names: Iterable[str]) -> dict[str, list[str]]:

@@ -1,4 +1,6 @@
-"""What the first host's user is told of the other hosts: which is out of reach, back, gone for good, or left by itself."""
+"""What the first host's user is told of the other hosts: which is out of reach, back, gone for good, or left by itself; and how these are
+told to go.
+"""
 
 import asyncio
 from contextlib import asynccontextmanager
@@ -9,8 +11,9 @@ from rubato.runtime.actor import Actor, RunInfo
 from rubato.runtime.config.compose import from_mapping
 from rubato.runtime.kernel import Kernel
 from rubato.runtime.launch.agent import Hosting, JobOutcome, NodeAgent
+from rubato.runtime.launch.host_list import name_key
 from rubato.runtime.memory import MemoryBlobStore, MemoryStore
-from rubato.runtime.messages import AddActors
+from rubato.runtime.messages import AddActors, Added
 from rubato.runtime.observe.log import logger
 from rubato.runtime.places import HostPlaces
 from rubato.runtime.registry import LEASE_TTL_S
@@ -24,7 +27,10 @@ class Worker(Actor):
     role = "worker"
 
 
-JOB = from_mapping({"run": {"lease_s": 60.0}, "actors": {"worker": {"class": f"{__name__}:Worker"}}})
+JOB = from_mapping({
+    "run": {"lease_s": 60.0}, "actors": {"worker": {"class": f"{__name__}:Worker"}}, "bus": {"host": "127.0.0.1"},
+    "launch": {"hosts": {"far": {"pools": {"worker": 1}}}},
+})  # fmt: skip
 
 
 class Screen:
@@ -54,27 +60,33 @@ class CutStore(MemoryStore):
 
 
 @asynccontextmanager
-async def two_hosts(tmp_path):
-    """The first host's agent and what it said, the second's, and the Store. worker-1 was given to the second."""
+async def hosts(tmp_path, *others, agent=NodeAgent):
+    """The agents and kernels of the first host and of `others`, each an `agent`, what the first one said, and the Store."""
     store, network, screen = CutStore(), MemoryNetwork(), Screen()
     agents = []
     async with asyncio.TaskGroup() as tasks:
-        for name, shown in (("node-1", screen), ("node-2", Screen())):
+        for name, kind, shown in (("node-1", NodeAgent, screen), *((name, agent, Screen()) for name in others)):
             incarnation = await store.increment("incarnation")
             kernel = Kernel(
-                NodeAgent, Hosting(JOB, shown, NoBackend(), places=HostPlaces.here(JOB)), name=name, incarnation=incarnation,
+                kind, Hosting(JOB, shown, NoBackend(), places=HostPlaces.here(JOB)), name=name, incarnation=incarnation,
                 run=RunInfo("r", tmp_path, 1, 1), store=store, blobs=MemoryBlobStore(), log=logger("test"), node=name,
                 transport=MemoryTransport(Identity("r", name, incarnation), network),
             )  # fmt: skip
             agents.append((kernel.build(), kernel))
             tasks.create_task(kernel.serve())
             await kernel.ready.wait()
-        (first, _), (second, _) = agents
-        await second.ref("node-1").ask(AddActors("worker", 1, "node-2"), timeout=5)
-        screen.told.clear()
-        yield first, agents[1], screen.told, store
+        yield agents, screen.told, store
         for _, kernel in agents:
             kernel.stop()
+
+
+@asynccontextmanager
+async def two_hosts(tmp_path):
+    """The first host's agent and what it said, the second's, and the Store. worker-1 was given to the second."""
+    async with hosts(tmp_path, "node-2") as (((first, _), (second, kernel)), told, store):
+        await second.ref("node-1").ask(AddActors("worker", 1, "node-2"), timeout=5)
+        told.clear()
+        yield first, (second, kernel), told, store
 
 
 @virtual
@@ -149,3 +161,38 @@ async def test_hosts_that_end_with_the_job_are_no_news(tmp_path):
         await asyncio.sleep(80.0)
 
     assert told == []
+
+
+# -- how they are told to go ----------------------------------------------------------------------------------------
+
+
+@virtual
+async def test_of_nodes_of_one_name_the_newest_in_reach_is_drained(tmp_path):
+    """The Store keeps the names of nodes that are gone, and node-9 is the last of these in the order of bytes."""
+    async with hosts(tmp_path, "node-8", "node-9", "node-10") as (((first, _), *others), _, store):
+        (_, gone), (older, _), (newest, kernel) = others
+        await store.write({name_key(name): b"far-1" for name in ("node-8", "node-9", "node-10", "node-99")})
+        gone.stop()
+        await asyncio.sleep(1.0)
+
+        drained = first.spawn(first.hosts.drain(["far-1"]), name="drain")
+        await asyncio.sleep(1.0)
+        told = (older.over.done(), newest.over.done())
+        kernel.stop()
+        once, again = await drained, await first.hosts.drain(["node-10"])
+
+    assert told == (False, True)
+    assert once == again == Added(("node-10",))
+
+
+@virtual
+async def test_a_drain_by_a_hosts_own_name_that_is_repeated_gets_its_answer_again(tmp_path):
+    async with hosts(tmp_path, "node-2") as (((first, _), (second, kernel)), _, store):
+        await store.write({name_key("node-2"): b"far-1"})
+
+        drained = first.spawn(first.hosts.drain(["far-1"]), name="drain")
+        await second.over
+        kernel.stop()
+        once, again = await drained, await first.hosts.drain(["far-1"])
+
+    assert once == again == Added(("node-2",))
