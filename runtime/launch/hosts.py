@@ -3,6 +3,7 @@
 import asyncio
 import difflib
 from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,7 @@ from rubato.runtime.host import JobHost
 from rubato.runtime.launch.host_list import name_key
 from rubato.runtime.messages import MOST_ADDED, AddActors, Added, DrainActors, NotAdded, RestartActors, StopJob
 from rubato.runtime.places import HostPlaces
-from rubato.runtime.registry import NODE, role_of
+from rubato.runtime.registry import LEASE_TTL_S, NODE, role_of
 
 NODE_ROLE = role_of(NODE)
 
@@ -195,9 +196,15 @@ class JobHosts:
         return min(found.values(), default=0), found
 
     async def stop(self, hosts: Collection[str], limit_s: float, *, now: bool) -> None:
-        """Tell hosts that joined that the job is over, and give them `limit_s` to hand back what they hold."""
-        await self._all((), [self._ask(host, StopJob(now, "the run is over")) for host in hosts])
-        await self._gone(hosts, limit_s)
+        """Tell hosts that joined that the job is over, and give them `limit_s` to hand back what they hold; TELL_S more where one is silent.
+
+        One acknowledges at once: past its lease it is not waited for.
+        """
+        ask_s = min(limit_s, LEASE_TTL_S) + TELL_S
+        with suppress(TimeoutError):
+            async with asyncio.timeout(limit_s + TELL_S):
+                await self._all((), [self._ask(host, StopJob(now, "the run is over"), ask_s) for host in hosts])
+                await self._gone(hosts, limit_s)
 
     # -- parts --------------------------------------------------------------------------------------------------
 
@@ -269,9 +276,9 @@ class JobHosts:
         left = await self._gone([host], DRAIN_LIMIT_S)
         return "" if left else f"{host} still drains its actors; it leaves when they have ended."
 
-    async def _ask(self, host: str, request: Request[Any]) -> str:
+    async def _ask(self, host: str, request: Request[Any], limit_s: float = DRAIN_LIMIT_S + TELL_S) -> str:
         try:
-            reply = await self._agent.ref(host).ask(request, timeout=DRAIN_LIMIT_S + TELL_S)
+            reply = await self._agent.ref(host).ask(request, timeout=limit_s)
         except AskFailed as error:
             return f"{host} did not answer: {error}."
         return reply.why if isinstance(reply, NotAdded) else ""

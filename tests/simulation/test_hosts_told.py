@@ -5,15 +5,19 @@ told to go.
 import asyncio
 from contextlib import asynccontextmanager
 
+import pytest
+
 from rubato.bus.link import Identity
 from rubato.bus.memory import MemoryNetwork, MemoryTransport
-from rubato.runtime.actor import Actor, RunInfo
+from rubato.bus.message import Ack
+from rubato.runtime.actor import Actor, RunInfo, handler
 from rubato.runtime.config.compose import from_mapping
 from rubato.runtime.kernel import Kernel
-from rubato.runtime.launch.agent import Hosting, JobOutcome, NodeAgent
+from rubato.runtime.launch.agent import STOP_LIMITS_S, Hosting, JobOutcome, NodeAgent
 from rubato.runtime.launch.host_list import name_key
+from rubato.runtime.launch.hosts import TELL_S
 from rubato.runtime.memory import MemoryBlobStore, MemoryStore
-from rubato.runtime.messages import AddActors, Added
+from rubato.runtime.messages import AddActors, Added, StopJob
 from rubato.runtime.observe.log import logger
 from rubato.runtime.places import HostPlaces
 from rubato.runtime.registry import LEASE_TTL_S
@@ -42,6 +46,15 @@ class Screen:
 
     def notice(self, text, *, good=False):
         self.told.append((good, text))
+
+
+class Silent(NodeAgent):
+    """Answers nothing that it is asked, as a host does whose process is stopped."""
+
+    @handler
+    async def stop_job(self, request: StopJob) -> Ack:
+        await asyncio.Event().wait()
+        return Ack()
 
 
 class NoBackend:
@@ -196,3 +209,28 @@ async def test_a_drain_by_a_hosts_own_name_that_is_repeated_gets_its_answer_agai
         once, again = await drained, await first.hosts.drain(["far-1"])
 
     assert once == again == Added(("node-2",))
+
+
+@pytest.mark.parametrize("kind", ["interrupted", "done", "failed"])
+def test_a_host_that_does_not_answer_keeps_no_job_from_ending_for_longer_than_an_end_of_its_kind_takes(tmp_path, kind):
+    @virtual
+    async def main():
+        clock = asyncio.get_running_loop().time
+        async with hosts(tmp_path, "node-2", agent=Silent) as (((first, _), _), _, _):
+            began = clock()
+            await first.stop(kind)
+            return clock() - began
+
+    assert main() <= STOP_LIMITS_S[kind] + TELL_S + 1.0  # of virtual seconds
+
+
+@virtual
+async def test_a_host_that_is_stopped_is_not_waited_for_past_its_lease(tmp_path):
+    async with hosts(tmp_path, "node-2", agent=Silent) as (((first, _), _), _, store):
+        store.cut = True
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        await first.stop("interrupted")
+        took_s = clock() - began
+
+    assert took_s < LEASE_TTL_S + 2 * TELL_S  # of virtual seconds

@@ -126,7 +126,7 @@ def test_the_job_has_all_that_it_names_and_says_where_its_hosts_meet(job, tmp_pa
 def test_the_first_host_has_the_time_that_its_stop_may_take(job):
     """Hosts that joined are told and awaited, those on which others depend after these; then its actors, one order after another."""
     orders = {job.actor_class(role).drain_order for role in job.actors if job.members(role)}
-    hosts_s = DRAIN_LIMIT_S + TELL_S + DRAIN_LIMIT_S
+    hosts_s = DRAIN_LIMIT_S + TELL_S
     limit_s = 2 * hosts_s + 2 * len(orders) * DRAIN_LIMIT_S + GUESTS_S
 
     assert pod("head.yaml")["terminationGracePeriodSeconds"] > limit_s
