@@ -256,16 +256,16 @@ class PlacedHosts:
     async def _place(self, name: str) -> Incarnation:
         spec = self._specs[role_of(name)]
         self._becomes(name, "asked")
+        scope = asyncio.timeout(self._limit_s)
         try:
-            async with asyncio.timeout(self._limit_s):
+            async with scope:
                 host = await self._placer.place(spec, join_command(spec, name, self._token))
-        except TimeoutError:
-            return _Unplaced(f"none came within {self._limit_s:g} s (launch.place_timeout_s)")
-            _ = host.id  # what a user's placer gives may be none
+            engine_id = _id_of(host)
         except Exception as error:  # noqa: BLE001 - NotPlaced, or what a user's placer raises: no host either way
-            return _Unplaced(said_by(error))
-        logger("host").info("placed", host=name, id=host.id, pools=dict(spec.pools), roles=dict(spec.roles))
-        self._becomes(name, "placed", host.id)
+            late = isinstance(error, TimeoutError) and scope.expired()
+            return _Unplaced(f"none came within {self._limit_s:g} s (launch.place_timeout_s)" if late else said_by(error))
+        logger("host").info("placed", host=name, id=engine_id, pools=dict(spec.pools), roles=dict(spec.roles))
+        self._becomes(name, "placed", engine_id)
         return _Hosted(host, self._agent.spawn)
 
     async def _died(self, death: Death) -> None:
@@ -313,6 +313,13 @@ class PlacedHosts:
                 self._unwritten = changes | self._unwritten
                 await asyncio.sleep(WRITE_AGAIN_S)
         self._writes = False
+
+
+def _id_of(host: PlacedHost) -> str:
+    """Raises LaunchError for what is none: a user's placer may return anything."""
+    if not isinstance(engine_id := getattr(host, "id", None), str):
+        raise LaunchError(f"place() of launch.backend returned {host!r:.100}, which is no PlacedHost: its id is no text. Mend the placer.")
+    return engine_id
 
 
 class _Hosted:

@@ -230,6 +230,34 @@ async def test_a_placer_that_raises_ends_the_job_and_is_closed(tmp_path):
     assert outcome.sentence == "the host remote-1 can't be had (not placed): RuntimeError: its engine is gone"
 
 
+class Forgetful(ScriptedPlacer):
+    async def place(self, spec, join):
+        await super().place(spec, join)
+
+
+class Impatient(ScriptedPlacer):
+    async def place(self, spec, join):
+        raise TimeoutError("the queue of its engine did not answer within 3 s")
+
+
+@virtual
+@pytest.mark.parametrize(
+    ("placer", "why"),
+    [
+        (Forgetful, "place() of launch.backend returned None, which is no PlacedHost: its id is no text. Mend the placer."),
+        (Impatient, "TimeoutError: the queue of its engine did not answer within 3 s"),
+    ],
+)
+async def test_what_is_wrong_with_a_placer_is_said_in_its_own_words(tmp_path, placer, why):
+    async with asyncio.TaskGroup() as tasks:
+        agent = Agent(tasks)
+        config = from_mapping(JOB, [f"launch.backend={__name__}:{placer.__name__}"])
+        async with placed_hosts(config, tmp_path, "token", agent):  # type: ignore[arg-type]
+            outcome = await agent.over
+
+    assert outcome == JobOutcome("failed", f"the host remote-1 can't be had (not placed): {why}", "remote-1")
+
+
 class Careless(ScriptedPlacer):
     """Raises wherever the launcher does not wait for a result."""
 
