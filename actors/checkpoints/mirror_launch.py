@@ -13,6 +13,7 @@ import msgspec
 from rubato.actors.checkpoints import checkpoint as checkpoints
 from rubato.actors.checkpoints.mirror import KEY, Looked, check_url, lineage_of, shown
 from rubato.runtime.errors import ConfigError
+from rubato.runtime.launch.children import die_with_parent
 
 LOOK_S = 60.0
 
@@ -52,7 +53,9 @@ def bring_back(config: Any, folder: Path) -> str:
 def _asked(url: str, verb: str, folder: Path, limit_s: float | None) -> Looked:
     command = [sys.executable, "-m", "rubato.actors.checkpoints.mirror", verb, str(folder)]
     try:
-        done = subprocess.run(command, input=url.encode(), capture_output=True, timeout=limit_s, check=False)
+        done = subprocess.run(
+            command, input=url.encode(), capture_output=True, timeout=limit_s, check=False, preexec_fn=die_with_parent
+        )  # fmt: skip
     except subprocess.TimeoutExpired:
         raise ConfigError(f"{KEY}={shown(url)} can't be reached: no answer within {limit_s:.0f} s") from None
     try:

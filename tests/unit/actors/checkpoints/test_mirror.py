@@ -2,6 +2,9 @@
 
 import gc
 import json
+import socket
+import subprocess
+import sys
 from hashlib import blake2b
 from pathlib import Path
 from types import SimpleNamespace
@@ -286,3 +289,26 @@ def test_a_run_comes_back_under_its_own_seed_alone(run, place, tmp_path):
         mirror_launch.bring_back(other, tmp_path / "other")
 
     assert "going on after step 3" in mirror_launch.bring_back(own, tmp_path / "own")
+
+
+LAUNCH = """
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from rubato.actors.checkpoints import mirror_launch
+mirror_launch.preflight(SimpleNamespace(checkpoint=SimpleNamespace(mirror=sys.argv[1])), Path(sys.argv[2]))
+"""
+
+
+def test_what_asks_a_silent_mirror_ends_with_the_launch_that_is_killed(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(60)
+        url = f"ftp://127.0.0.1:{server.getsockname()[1]}/run"
+        with subprocess.Popen([sys.executable, "-c", LAUNCH, url, str(tmp_path)]) as launch:
+            asking, _ = server.accept()
+            launch.kill()
+        with asking:
+            asking.settimeout(15)
+            said = asking.recv(1)
+
+    assert said == b""  # its end of the connection is closed
