@@ -39,6 +39,9 @@ LOOK_S = 0.2
 MOST_UNREAD = 4096
 """Bytes that wait for an srun; what would be more is not said."""
 
+MOST_BANNER, UP_WORDS = 100, 3
+"""Lines that a site may have its tasks print before a step says `up STEP NODE`."""
+
 NOISE = ("srun:", "slurmstepd:")
 """How Slurm's own lines begin among those of a command."""
 
@@ -150,15 +153,16 @@ class SlurmPlacer:
         process.stdin.write(f"{join.token}\n".encode())
         self._on[node].append(spec)
         try:
-            said = (await process.stdout.readline()).decode().split()
-        except asyncio.CancelledError:
+            said = await _up(process.stdout)
+            if not said:
+                await process.wait()
+        except (asyncio.CancelledError, NotPlaced):
             process.terminate()
             await _end(process)
             raise
         finally:
             self._on[node].remove(spec)
-        if said[:1] != ["up"]:
-            await process.wait()
+        if not said:
             why, last = _last(log, of_slurm=True) or "its step ended at once", _last(log)
             raise NotPlaced(why if not last or why in last else f"{why}; it said: {last[:300]}")
         host = SlurmHost(process, f"{component}.{said[1]}", log, partial(self._released, said[2], spec))
@@ -296,6 +300,21 @@ async def _output(*command: str, check: bool = True) -> str:
     if process.returncode and check:
         raise NotPlaced((err or out).decode(errors="replace").strip().rpartition("\n")[2] or f"{command[0]} failed")
     return out.decode(errors="replace").strip()
+
+
+async def _up(lines: asyncio.StreamReader) -> list[str]:
+    """What a step says once its command runs, behind lines of the site's own (a TaskProlog's banner); empty where it ends before.
+
+    Raises NotPlaced after MOST_BANNER of these.
+    """
+    for _ in range(MOST_BANNER):
+        with suppress(ValueError):  # a line longer than the reader takes
+            line = (await lines.readline()).decode(errors="replace")
+            if not line:
+                return []
+            if len(words := line.split()) == UP_WORDS and words[0] == "up":
+                return words
+    raise NotPlaced(f"its step printed {MOST_BANNER} lines before it was up: have what the site runs before a task (TaskProlog) print less")
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:

@@ -1,17 +1,21 @@
 """What a run asks Slurm for, and how it reads what Slurm says; the rest needs a cluster: tests/contract/test_placer.py."""
 
+import asyncio
+import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from rubato.runtime.cli import main
 from rubato.runtime.config.compose import from_mapping
-from rubato.runtime.launch.placer import HostSpec
+from rubato.runtime.launch.card import RunCard
+from rubato.runtime.launch.placer import HostSpec, JoinCommand, NotPlaced
 from rubato.runtime.launch.slurm.groups import groups_of, node_groups
-from rubato.runtime.launch.slurm.placer import SlurmNode, node_of
+from rubato.runtime.launch.slurm.placer import MOST_BANNER, SlurmNode, SlurmPlacer, node_of
 
 ACTOR = "rubato.runtime.actor:Actor"
 JOB = f"""
@@ -173,3 +177,65 @@ def test_a_host_that_asks_for_no_cores_has_its_node_alone():
     assert not node.has_room(half, [whole])
     assert not node.has_room(whole, [half])
     assert not node._replace(up=False).has_room(whole, [])
+
+
+# -- what a step prints ---------------------------------------------------------------------------------------------
+
+COMMANDS = {"squeue": 'test "$2" = --steps || echo "7|7|n1"', "sinfo": 'echo "n1|2|(null)|(null)|idle"', "scancel": "kill $(cat srun.pid)"}
+BANNER = "echo Welcome to the cluster.; echo; echo up since Monday, says the site; "
+STAYS = "exec cat"
+HANGS = "for _ in $(seq 90); do printf '%01000d\\n' 0; done; : >said; exec sleep 600"
+"""More than a pipe holds: once it says so, its first line was read."""
+
+
+@pytest.fixture
+def printing(tmp_path, monkeypatch):
+    """A placer whose srun prints what a shell command does, in place of a step's output."""
+    hosts = tmp_path / "hosts"
+    hosts.mkdir()
+    (tmp_path / "run.json").write_bytes(msgspec.json.encode(RunCard("run", "", "", 0, 0.0)))
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.chdir(hosts)
+    job = {"actors": {"env": {"class": ACTOR}}, "launch": {"backend": "slurm", "address": 7}}
+
+    def make(what: str) -> SlurmPlacer:
+        for name, does in {**COMMANDS, "srun": f"echo $$ >srun.pid; {what}"}.items():
+            (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
+            (tmp_path / name).chmod(0o755)
+        return SlurmPlacer(from_mapping(job), tmp_path)
+
+    return make
+
+
+JOIN = JoinCommand("none", (), "secret")
+
+
+async def test_a_step_is_known_behind_the_banner_of_a_site(printing):
+    placer = printing(f"{BANNER} echo up 0 n1; {STAYS}")
+
+    host = await placer.place(HostSpec("far", 1), JOIN)
+    await placer.close()
+
+    assert host.id == "7.0"
+    assert (await host.ended()).how == f"signal {int(signal.SIGKILL)}"
+
+
+async def test_a_place_that_is_cancelled_behind_a_banner_leaves_no_srun(printing):
+    placer = printing(HANGS)
+    os.mkfifo("said")
+
+    async with asyncio.TaskGroup() as tasks:
+        placing = tasks.create_task(placer.place(HostSpec("far", 1), JOIN))
+        await asyncio.to_thread(Path("said").read_text)
+        placing.cancel()
+
+    assert not Path("/proc", Path("srun.pid").read_text().strip()).exists()
+
+
+async def test_a_step_that_prints_without_end_is_no_host_and_ends(printing):
+    placer = printing("exec yes")
+
+    with pytest.raises(NotPlaced, match=f"its step printed {MOST_BANNER} lines before it was up"):
+        await placer.place(HostSpec("far", 1), JOIN)
+
+    assert not Path("/proc", Path("srun.pid").read_text().strip()).exists()
