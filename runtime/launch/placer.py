@@ -9,10 +9,10 @@ import asyncio
 import json
 import signal
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Generator, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 from msgspec import structs
@@ -43,6 +43,12 @@ WRITE_AGAIN_S = 1.0
 
 LEAVE_S = 10.0
 """For the hosts that are still there when the job is over; each is killed past it."""
+GIVE_BACK_S = 120.0
+"""For a placer to give back one host, or at the end of the run all that are left."""
+LET_GO_S = 20.0
+"""For what a placer still does once it is cancelled, longer than any of ours: past it the launcher goes on without it."""
+
+ResultT = TypeVar("ResultT")
 
 
 # -- the seam ----------------------------------------------------------------------------------------------------
@@ -98,7 +104,10 @@ class PlacedHost(Protocol):
         ...
 
     async def release(self) -> None:
-        """End what is left of it, and give the host back to the engine: `ended` returns too then. A second call does nothing."""
+        """End what is left of it, and give the host back to the engine: `ended` returns too then. A second call does nothing.
+
+        It is cancelled after GIVE_BACK_S, and then the host counts as lost.
+        """
         ...
 
 
@@ -112,12 +121,15 @@ class HostPlacer(Protocol):
         """Start `join` on one more host of `spec`, and return once it runs. Asked anew for each host, and for one in place of each lost one.
 
         Waits for a host that may still come: the launcher cancels it after `launch.place_timeout_s`, and then nothing of the request may
-        be left with the engine. Raises NotPlaced where none can come.
+        be left with the engine; one that has not ended LET_GO_S later is not waited for. Raises NotPlaced where none can come.
         """
         ...
 
     async def close(self) -> None:
-        """The run is over: release every host that is left. What it placed must also end where the launcher is killed, and close never called."""
+        """The run is over: release every host that is left, within GIVE_BACK_S.
+
+        What it placed must also end where the launcher is killed, and close never called.
+        """
         ...
 
 
@@ -199,7 +211,43 @@ async def placed_hosts(config: Config, folder: Path, token: str, agent: NodeAgen
         await hosts.end()
     finally:
         with _told_only("close"):
-            await placer.close()
+            await _bounded(placer.close(), GIVE_BACK_S, "close")
+
+
+class _TooLate(RubatoError):
+    """It was cancelled at its limit, and ended."""
+
+
+_LEFT: set["asyncio.Task[Any]"] = set()
+"""What placers do not end. No TaskGroup has it, for that would wait for it for ever."""
+
+
+async def _bounded(work: Coroutine[Any, Any, ResultT], limit_s: float | None, what: str) -> ResultT:
+    """The result of `work` of a placer. After `limit_s`, or once this is cancelled, `work` is cancelled and has LET_GO_S to end.
+
+    Raises _TooLate where that limit ended it, and NotPlaced where nothing did: it is left to itself then, and no end of this process waits
+    for it.
+    """
+    task = asyncio.get_running_loop().create_task(work, name=f"host.placer.{what}")
+    cancelled = False
+    try:
+        await asyncio.wait([task], timeout=limit_s)
+    except asyncio.CancelledError:
+        cancelled = True
+    if is_late := not task.done():
+        task.cancel()
+        try:
+            await asyncio.wait([task], timeout=LET_GO_S)
+        finally:
+            if not task.done():
+                _LEFT.add(task)
+                task.add_done_callback(_LEFT.discard)
+                asyncio.tasks._unregister_task(task)  # pyright: ignore - asyncio's Extending has it; a loop that closes waits for all tasks
+    if not task.done():
+        raise NotPlaced(f"{what}() of launch.backend does not let go: it was cancelled, and did not end within {LET_GO_S:g} s")
+    if is_late and task.cancelled() and not cancelled:
+        raise _TooLate(f"{what}() of launch.backend did not end within {limit_s:g} s")
+    return task.result()
 
 
 @contextmanager
@@ -256,14 +304,13 @@ class PlacedHosts:
     async def _place(self, name: str) -> Incarnation:
         spec = self._specs[role_of(name)]
         self._becomes(name, "asked")
-        scope = asyncio.timeout(self._limit_s)
         try:
-            async with scope:
-                host = await self._placer.place(spec, join_command(spec, name, self._token))
+            host = await _bounded(self._placer.place(spec, join_command(spec, name, self._token)), self._limit_s, "place")
             engine_id = _id_of(host)
+        except _TooLate:
+            return _Unplaced(f"none came within {self._limit_s:g} s (launch.place_timeout_s)")
         except Exception as error:  # noqa: BLE001 - NotPlaced, or what a user's placer raises: no host either way
-            late = isinstance(error, TimeoutError) and scope.expired()
-            return _Unplaced(f"none came within {self._limit_s:g} s (launch.place_timeout_s)" if late else said_by(error))
+            return _Unplaced(said_by(error))
         logger("host").info("placed", host=name, id=engine_id, pools=dict(spec.pools), roles=dict(spec.roles))
         self._becomes(name, "placed", engine_id)
         return _Hosted(host, self._agent.spawn)
@@ -327,6 +374,7 @@ class _Hosted:
 
     def __init__(self, host: PlacedHost, spawn: Callable[..., "asyncio.Task[Any]"]) -> None:
         self._host, self._spawn = host, spawn
+        self._is_watched, self._is_killed, self._holds_on = True, False, False
         self._stay = spawn(self._ending(), name=f"host.{host.id}")
 
     def drain(self) -> None:
@@ -334,7 +382,7 @@ class _Hosted:
             self._host.signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        self._spawn(self._release(), name=f"host.release.{self._host.id}")
+        self._spawn(self._force(), name=f"host.release.{self._host.id}")
 
     def is_stopped(self) -> bool:
         return False
@@ -344,15 +392,34 @@ class _Hosted:
 
     async def _ending(self) -> Ending:
         try:
-            return await self._host.ended()
+            return await _bounded(self._host.ended(), None, "ended")
+        except asyncio.CancelledError:
+            if not self._is_killed:
+                raise
+            return Ending("lost", "it was killed, and its placer does not say that it ended", lost=True)
         except Exception as error:  # noqa: BLE001 - a user's placer no longer knows: the host is as good as gone
             return Ending("lost", said_by(error), lost=True)
         finally:
+            self._is_watched = False
             await self._release()
+
+    async def _force(self) -> None:
+        """Have it ended, whether or not its placer says so."""
+        await self._release()
+        await asyncio.wait([self._stay], timeout=LET_GO_S)
+        if self._is_watched:
+            self._is_killed = True
+            self._stay.cancel()
 
     async def _release(self) -> None:
         with _told_only("release"):
-            await self._host.release()
+            if self._holds_on:
+                return
+            try:
+                await _bounded(self._host.release(), GIVE_BACK_S, "release")
+            except (_TooLate, NotPlaced):
+                self._holds_on = True
+                raise
 
 
 class _Unplaced:

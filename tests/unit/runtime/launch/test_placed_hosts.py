@@ -2,7 +2,7 @@
 
 import asyncio
 import signal
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -256,6 +256,65 @@ async def test_what_is_wrong_with_a_placer_is_said_in_its_own_words(tmp_path, pl
             outcome = await agent.over
 
     assert outcome == JobOutcome("failed", f"the host remote-1 can't be had (not placed): {why}", "remote-1")
+
+
+async def cling() -> None:
+    """What no cancellation ends."""
+    while True:
+        with suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+
+
+class Clinging(ScriptedPlacer):
+    async def place(self, spec, join):
+        await cling()
+
+
+@virtual
+async def test_a_placer_that_does_not_let_go_ends_the_job_and_holds_it_up_no_longer(tmp_path):
+    async with asyncio.TaskGroup() as tasks:
+        agent = Agent(tasks)
+        config = from_mapping(JOB, [f"launch.backend={__name__}:Clinging"])
+        async with placed_hosts(config, tmp_path, "token", agent):  # type: ignore[arg-type]
+            outcome = await agent.over
+
+    said = "place() of launch.backend does not let go: it was cancelled, and did not end within 20 s"
+    assert outcome.sentence == f"the host remote-1 can't be had (not placed): {said}"
+
+
+@virtual
+async def test_a_run_that_is_over_does_not_wait_for_a_placer_that_does_not_let_go(tmp_path):
+    async with asyncio.TaskGroup() as tasks:
+        agent = Agent(tasks)
+        config = from_mapping(JOB, [f"launch.backend={__name__}:Clinging"])
+        async with placed_hosts(config, tmp_path, "token", agent):  # type: ignore[arg-type]
+            await asyncio.sleep(5.0)
+
+    assert not agent.over.done()
+
+
+class Keeping(ScriptedPlacer):
+    """Gives no host back."""
+
+    async def place(self, spec, join):
+        host = await super().place(spec, join)
+        host.signal = lambda number: None
+        host.ended = host.release = cling
+        return host
+
+    async def close(self):
+        await cling()
+
+
+@virtual
+async def test_a_run_that_is_over_ends_though_its_placer_gives_no_host_back(tmp_path):
+    async with asyncio.TaskGroup() as tasks:
+        agent = Agent(tasks)
+        config = from_mapping(JOB, [f"launch.backend={__name__}:Keeping"])
+        async with placed_hosts(config, tmp_path, "token", agent):  # type: ignore[arg-type]
+            await asyncio.sleep(5.0)
+
+    assert not agent.over.done()
 
 
 class Careless(ScriptedPlacer):
