@@ -218,15 +218,11 @@ class _TooLate(RubatoError):
     """It was cancelled at its limit, and ended."""
 
 
-_LEFT: set["asyncio.Task[Any]"] = set()
-"""What placers do not end. No TaskGroup has it, for that would wait for it for ever."""
-
-
 async def _bounded(work: Coroutine[Any, Any, ResultT], limit_s: float | None, what: str) -> ResultT:
     """The result of `work` of a placer. After `limit_s`, or once this is cancelled, `work` is cancelled and has LET_GO_S to end.
 
     Raises _TooLate where that limit ended it, and NotPlaced where nothing did: it is left to itself then, and no end of this process waits
-    for it.
+    for it. So it is in no TaskGroup: that would wait for it for ever.
     """
     task = asyncio.get_running_loop().create_task(work, name=f"host.placer.{what}")
     cancelled = False
@@ -240,9 +236,7 @@ async def _bounded(work: Coroutine[Any, Any, ResultT], limit_s: float | None, wh
             await asyncio.wait([task], timeout=LET_GO_S)
         finally:
             if not task.done():
-                _LEFT.add(task)
-                task.add_done_callback(_LEFT.discard)
-                asyncio.tasks._unregister_task(task)  # pyright: ignore - asyncio's Extending has it; a loop that closes waits for all tasks
+                asyncio.tasks._unregister_task(task)  # pyright: ignore - in asyncio's page on extending it; a loop waits for others as it closes
     if not task.done():
         raise NotPlaced(f"{what}() of launch.backend does not let go: it was cancelled, and did not end within {LET_GO_S:g} s")
     if is_late and task.cancelled() and not cancelled:
