@@ -31,7 +31,7 @@ POWERLESS = ("setpriv", "--bounding-set=-all,+setfcap", "--inh-caps=-all")
 needs that one."""
 
 
-@pytest.fixture(params=["as we are", "without rights"])
+@pytest.fixture(params=["as we are", pytest.param("without rights", marks=pytest.mark.nightly)])
 def play(request):
     words = ()
     if request.param == "without rights":

@@ -26,7 +26,7 @@ PATIENCE_S = 90.0
 """For what a job does next on a machine with two busy cores."""
 
 
-@pytest.fixture(params=["packaged", pytest.param("installed", marks=pytest.mark.redis)])
+@pytest.fixture(params=["packaged", pytest.param("installed", marks=[pytest.mark.redis, pytest.mark.nightly])])
 def program(request: pytest.FixtureRequest) -> Path:
     if request.param == "packaged":
         return packaged_program()

@@ -84,7 +84,7 @@ def relative(found: Any, expected: Any) -> float:
 
 
 MESHES = {"2 ranks": (1, 2), "4 ranks": (1, 4), "2 copies of 2 ranks": (2, 2)}
-MARKS = {name: [pytest.mark.slow, pytest.mark.nightly] if name == "4 ranks" else [pytest.mark.slow] for name in MESHES}
+MARKS = {name: [pytest.mark.slow, pytest.mark.nightly] if name != "2 copies of 2 ranks" else [pytest.mark.slow] for name in MESHES}
 
 
 @pytest.mark.timeout(600)
