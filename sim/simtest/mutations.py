@@ -149,7 +149,7 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "session_name": Mutation(
         "the session's name in those of its requests",
-        (Edit(Session, "begin", 'f".{self.id}"', '""'),),
+        (Edit(Session, "begin", 'f".{public_name(self.id)}"', '""'),),
         ("store_loss_kill", "store_loss"),
         sessions=True,
     ),
