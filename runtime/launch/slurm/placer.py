@@ -159,6 +159,7 @@ class SlurmPlacer:
         except (asyncio.CancelledError, NotPlaced):
             process.terminate()
             await _end(process)
+            await _drained(process.stdout)
             raise
         finally:
             self._on[node].remove(spec)
@@ -315,6 +316,14 @@ async def _up(lines: asyncio.StreamReader) -> list[str]:
             if len(words := line.split()) == UP_WORDS and words[0] == "up":
                 return words
     raise NotPlaced(f"its step printed {MOST_BANNER} lines before it was up: have what the site runs before a task (TaskProlog) print less")
+
+
+async def _drained(lines: asyncio.StreamReader) -> None:
+    """Read what is left of a process that has ended: a pipe that is not read to its end is not closed."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(END_S):
+            while await lines.read(1 << 16):
+                pass
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
