@@ -70,6 +70,7 @@ def test_weights_that_never_arrive_end_the_run_after_the_first_update_with_the_l
     assert rows == []
 
 
+@pytest.mark.nightly
 def test_weights_that_stop_arriving_near_the_end_are_found_before_the_run_is_done(ended):
     done, rows = ended("deaf.py:Silent", "check.every=0", since=3)
 
@@ -78,6 +79,7 @@ def test_weights_that_stop_arriving_near_the_end_are_found_before_the_run_is_don
     assert [row["step"] for row in rows] == [1, 2]
 
 
+@pytest.mark.nightly
 def test_weights_that_never_arrive_are_found_in_the_tensors_however_small_the_steps_are(ended):
     done, _ = ended("deaf.py:Deaf", "train.lr=1e-6", "check.every=0", since=2)
 

@@ -219,6 +219,7 @@ class Keyed(FrozenLakeText):
 '''
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(400)  # two hosts start some ten processes, on two cores
 def test_a_host_joins_over_ipv6_a_run_that_made_its_model_and_takes_a_secret_from_the_environment(place, monkeypatch):
     monkeypatch.setenv("THE_KEY", SECRET)

@@ -113,6 +113,7 @@ def test_an_edit_of_the_users_files_changes_nothing_in_a_running_job(running):
     assert stopped.out.startswith("stopped in ")
 
 
+@pytest.mark.nightly
 def test_a_stopped_run_goes_on_from_another_folder_under_the_code_it_began_with(running, tmp_path):
     run, elsewhere = running / "run", tmp_path / "elsewhere"
     elsewhere.mkdir()

@@ -120,7 +120,8 @@ def across(seed, begin, *cut):
     return modelled, real, total_s
 
 
-@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", [1, 2])
 def test_both_modes_agree_within_3_percent_on_steps_whose_degrees_are_planned_across(seed):
     """One job of the real actors plays three steps, each twice as long as the one before, and learns their lengths itself."""
     modelled, real, (modelled_s, real_s) = across(seed, 2, *ONE_SERVER, "drift.steps=3", "drift.every=1")

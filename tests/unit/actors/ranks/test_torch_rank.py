@@ -84,7 +84,6 @@ def relative(found: Any, expected: Any) -> float:
 
 
 MESHES = {"2 ranks": (1, 2), "4 ranks": (1, 4), "2 copies of 2 ranks": (2, 2)}
-MARKS = {name: [pytest.mark.slow, pytest.mark.nightly] if name != "2 copies of 2 ranks" else [pytest.mark.slow] for name in MESHES}
 
 
 @pytest.mark.timeout(600)
@@ -93,7 +92,7 @@ MARKS = {name: [pytest.mark.slow, pytest.mark.nightly] if name != "2 copies of 2
     [
         *(pytest.param(mesh, FEW, id=name) for name, mesh in MESHES.items()),
         pytest.param((1, 2), IN_FLOAT64 | MORE, id="2 ranks, each way to train"),
-        *(pytest.param(mesh, ALL, id=f"{name}, all", marks=MARKS[name]) for name, mesh in MESHES.items()),
+        *(pytest.param(mesh, ALL, id=f"{name}, all", marks=[pytest.mark.slow, pytest.mark.nightly]) for name, mesh in MESHES.items()),
     ],
 )
 def test_ranks_learn_what_one_does(model_folder, exact_folder, tmp_path, mesh, cases):
