@@ -365,6 +365,7 @@ async def test_who_is_reconfigured_goes_on_where_it_was_with_other_gpus(engine):
     assert tokens.ids == unmoved.ids
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", [VLLM], indirect=True)
 async def test_vllm_goes_on_with_what_it_had_at_another_degree_and_back(engine, other_image, tmp_path):
     other = write_model(tmp_path, seed=1)

@@ -106,6 +106,7 @@ def test_what_can_be_no_adapter_is_told_in_one_sentence_before_anything_starts(l
     assert len(done.err.strip().splitlines()) == 1
 
 
+@pytest.mark.nightly
 def test_a_run_that_trained_the_whole_model_is_not_gone_on_with_as_an_adapter(launched, tmp_path):
     done, _ = launched("torch", "run.steps=1", "train.lora=null")
     assert done.code == 0, done.out + done.err

@@ -224,6 +224,7 @@ def children_of(pid: int) -> list[int]:
     return [int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()]
 
 
+@pytest.mark.nightly
 def test_the_recipe_s_agent_of_pydantic_ai_opens_drawers_by_calls_of_its_model(tmp_path, monkeypatch):
     pytest.importorskip("pydantic_ai")
     monkeypatch.setattr(tool_model, "WARM_UP_STEPS", 150)

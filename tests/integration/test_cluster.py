@@ -71,6 +71,7 @@ def test_what_a_stop_saved_the_next_start_goes_on_with(lab):
     assert lab.steps("a") == list(range(1, len(lab.steps("a")) + 1))
 
 
+@pytest.mark.nightly
 def test_a_job_that_crashes_is_its_own_trouble_and_comes_back_after_its_last_step(lab):
     lab.start()
     lab.submit("a", "run.steps=30")
@@ -167,6 +168,7 @@ def test_real_jobs_take_turns_and_one_that_never_fits_is_told_so(lab):
     assert "set staleness.alpha=0" in ahead.err
 
 
+@pytest.mark.nightly
 def test_the_monitor_shows_a_cluster(lab):
     lab.start()
     lab.submit("a", "run.steps=500", "phases.rollout_s=1")

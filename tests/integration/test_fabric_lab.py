@@ -16,6 +16,7 @@ WEIGHTS_MB = 2.0
 """Of one version. Links are read between two steps, while some bytes of either may be under way."""
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_a_job_trains_over_racks_whose_circuits_the_controller_changes(tmp_path):
     command = [sys.executable, str(ROOT / "tools" / "fabric_lab.py"), "configs/lab_racks.yaml", "--modes", "controller"]

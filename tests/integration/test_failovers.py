@@ -328,6 +328,7 @@ async def test_a_run_whose_master_is_killed_twice_goes_on_without_a_gap(tmp_path
     assert said.count("the Store failed over from 127.0.0.1:") >= 2  # a busy host may see one more
 
 
+@pytest.mark.nightly
 async def test_a_run_pauses_while_no_replica_is_there_says_so_and_goes_on(tmp_path):
     async with failover_bed(tmp_path / "bed", find_server(), replicas=1) as bed:
         launch = launched(tmp_path, bed.url, "state.durability=replicated", "run.steps=100000")

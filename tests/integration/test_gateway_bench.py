@@ -10,6 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_both_servers_are_measured_with_all_sessions_open_at_once(tmp_path):
     pytest.importorskip("openai", reason="the extra `agent` brings it")

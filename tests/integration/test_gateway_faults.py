@@ -149,6 +149,7 @@ THREE_SECONDS = ("engine.scripted={token_s: 0.05, stop_share: 0.0}", "rollout.ma
 """That a turn takes."""
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(400)  # six kills, each in the middle of a turn
 @pytest.mark.parametrize("job", [(*THREE_SECONDS, "env.concurrency=16", "staleness.alpha=4")], indirect=True, ids=["slow turns"])
 def test_whoever_is_killed_in_mid_request_the_client_is_answered_once_and_the_sample_has_one_fate(job):

@@ -108,6 +108,7 @@ def shown(run: Path) -> dict[str, tuple[str, str, str]]:
     return {a["name"]: (a["pool"], a["hardware"], a["host"]) for a in actors if a["role"] == "worker"}
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="pins two processes to a core each")
 @pytest.mark.timeout(300)
 def test_pools_on_two_hosts_have_what_the_config_gives_them(place):

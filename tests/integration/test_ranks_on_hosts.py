@@ -91,6 +91,7 @@ def test_ranks_of_two_hosts_train_as_one_outlive_a_kill_and_a_cut_and_save_their
     assert len(job.steps()) == len(steps) + 2
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_engines_of_several_hosts_bring_the_rows_of_each_host_from_where_they_were_written(hosts, tmp_path):
     if shutil.which("unshare") is None:

@@ -11,6 +11,7 @@ from tests.shared_jobs import CLUSTER, Lab, until, write_jobs
 pytestmark = pytest.mark.slow
 
 
+@pytest.mark.nightly
 def test_jobs_that_departures_left_alone_move_together(tmp_path):
     write_jobs(tmp_path, "a", "b", "c")
     (tmp_path / "cluster.yaml").write_text(CLUSTER.replace("nodes: 1", "nodes: 2") + "\n")

@@ -127,6 +127,7 @@ def test_hosts_lie_on_nodes_that_are_what_they_need_and_a_signal_drains_the_job(
     assert "stopped. Go on with: rubato launch --resume" in job.said()
 
 
+@pytest.mark.nightly
 def test_at_its_time_limit_a_job_drains_and_saves_and_one_that_is_to_be_done_is_queued_again_and_goes_on_without_a_gap(cluster, tmp_path):
     limit = (*LONG, "checkpoint.every=100000", "--sbatch=--time=1", "--grace", "10")
     once = SlurmJob(cluster, tmp_path / "once", *limit)

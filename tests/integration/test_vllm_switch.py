@@ -89,6 +89,7 @@ def told(folder: Path, role: str, *events: str) -> list[dict]:
 
 
 @pytest.mark.vllm
+@pytest.mark.slow
 @pytest.mark.timeout(3 * LIMIT_S)
 @pytest.mark.filterwarnings("default")  # vLLM and what it imports warn in many places of their own
 async def test_two_engines_merge_and_split_again_and_every_request_is_answered_with_the_models_log_probs(tmp_path):

@@ -38,7 +38,7 @@ def job(alpha: int, engines: int = 2) -> ClusterJobSpec:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("alpha", "engines"), [(0, 2), (1, 2), (1, 48)])
+@pytest.mark.parametrize(("alpha", "engines"), [(0, 2), (1, 2), pytest.param(1, 48, marks=pytest.mark.nightly)])
 def test_both_modes_agree_on_throughput_within_3_percent(alpha, engines, tmp_path):
     spec = job(alpha, engines)
     modelled = cluster_job(spec, seed=1)
