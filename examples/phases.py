@@ -14,5 +14,5 @@ with Phases(sys.argv[1], job=sys.argv[2], pools=pools) as phase:
     for step in range(3):
         with phase("rollout") as permit:
             samples = [step, step + 1]
-            print(f"step {step}: rolled out under permit {permit.epoch}")
+            print(f"step {step}: rolled out under permit {permit.term}")
         print(f"step {step}: loss {train(samples)}")

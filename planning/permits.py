@@ -13,7 +13,7 @@ class Stand(NamedTuple):
     """Unique; tickets say nothing about the order."""
     since_s: float
     """Wall clock, in seconds: when it began to hold, or to wait."""
-    epoch: int = 0
+    term: int = 0
     """Of its grant; 0 while it waits. A later grant of the same pool has a higher one."""
     places: tuple[int, ...] = ()
     """Of the pool, that a tail keeps."""
@@ -37,11 +37,11 @@ class PermitLine(NamedTuple):
         """Of all who hold or wait."""
         return frozenset(each.ticket for each in (self.holder, self.tail, *self.queue) if each is not None)
 
-    def may_use(self, epoch: int, place: int) -> Stand | None:
-        """The stand under whose `epoch` a process may compute at `place` of the pool now."""
+    def may_use(self, term: int, place: int) -> Stand | None:
+        """The stand under whose `term` a process may compute at `place` of the pool now."""
         if self.tail is not None and place in self.tail.places:
-            return self.tail if self.tail.epoch == epoch else None
-        return self.holder if self.holder is not None and self.holder.epoch == epoch else None
+            return self.tail if self.tail.term == term else None
+        return self.holder if self.holder is not None and self.holder.term == term else None
 
 
 def joined(line: PermitLine, stand: Stand) -> PermitLine:
@@ -75,9 +75,9 @@ def narrowed(line: PermitLine, ticket: int, places: Iterable[int]) -> PermitLine
     return PermitLine(None, line.queue, line.holder._replace(places=tuple(sorted(places))))
 
 
-def granted(line: PermitLine, epoch: int, now_s: float) -> PermitLine:
-    """A pool that is free goes to the first of its queue, under `epoch`, which is above that of every grant before."""
+def granted(line: PermitLine, term: int, now_s: float) -> PermitLine:
+    """A pool that is free goes to the first of its queue, under `term`, which is above that of every grant before."""
     if line.holder is not None or not line.queue:
         return line
     first, *rest = line.queue
-    return PermitLine(first._replace(epoch=epoch, since_s=now_s), tuple(rest), line.tail)
+    return PermitLine(first._replace(term=term, since_s=now_s), tuple(rest), line.tail)

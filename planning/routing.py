@@ -62,7 +62,7 @@ def choose(engines: Collection[EngineView], session: str, need: WeightsNeed, sti
     Never an engine that is suspended, resting or full, nor one that is pinned to an older version; for an exact request only those that are
     pinned to its version. A last resort only where all that serve the request are one. Otherwise least loaded by in_flight / num_slots, those
     that already hold the version before those that must pull first. Equals are spread by rendezvous hashing of the session, so the same
-    session meets the same engine and no engine is everybody's first choice. Depends on nothing but its arguments, and not on
+    session meets the same engine and no engine is the first choice of all sessions. Depends on nothing but its arguments, and not on
     the order of `engines`.
     """
     best, least, kept_load, kept_slots = _scan(engines, session, need, sticky, in_need=False)

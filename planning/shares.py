@@ -6,7 +6,7 @@ from collections.abc import Sequence
 def shares(lengths: Sequence[int], num: int) -> list[list[int]]:
     """Indices of `lengths` for each of `num` ranks, of as many tokens as possible alike: the longest left goes to the rank with the fewest.
 
-    Every index appears once, and whoever knows the lengths comes to the same shares.
+    Every index appears once, and the same lengths give the same shares on every rank.
     """
     found: list[list[int]] = [[] for _ in range(num)]
     tokens = [0] * num

@@ -119,7 +119,7 @@ def _entered(sandbox: Sandbox) -> Iterator[str]:
     bounds, root = sandbox.bounds, os.geteuid() == 0
     tmp_bytes = bounds.tmp_mb << 20
     yield from (TOOL, "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try", "--die-with-parent", "--new-session")
-    # Root needs no namespace of users, and in one it would stay exempt from the limit on processes: it takes on an id that belongs to nobody.
+    # Root needs no namespace of users, and in one it would stay exempt from the limit on processes: it takes on an id without an account.
     yield from ("--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID") if root else ("--unshare-user", "--disable-userns")
     if not sandbox.network:
         yield "--unshare-net"

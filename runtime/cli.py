@@ -119,7 +119,7 @@ def guarded(run: Callable[[list[str]], int], argv: list[str]) -> int:
 
 
 def _say(sentence: object) -> None:
-    """To the user, if anybody is there: where stderr is gone too, the exit code alone tells."""
+    """To the user, if stderr leads to one: where it is gone too, the exit code alone tells."""
     try:
         print(sentence, file=sys.stderr)  # noqa: T201
     except OSError:

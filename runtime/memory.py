@@ -213,12 +213,12 @@ class MemoryBlobStore:
         self._drafts: deque[tuple[int, memoryview]] = deque(maxlen=KEPT)
         self._num_drafts = 0
 
-    async def draft(self, name: str, version: int, epoch: int, size_bytes: int) -> Draft:
+    async def draft(self, name: str, version: int, term: int, size_bytes: int) -> Draft:
         check_blob(name, version)
         memory = memoryview(bytearray(size_bytes))
         self._num_drafts += 1
         self._drafts.append((self._num_drafts, memory))
-        info = BlobInfo(name, version, epoch, "", size_bytes)
+        info = BlobInfo(name, version, term, "", size_bytes)
         return Draft(info, memory, partial(self._show, memory.toreadonly()), self._num_drafts)
 
     async def shared(self, segment: int, size_bytes: int) -> memoryview:
@@ -227,16 +227,16 @@ class MemoryBlobStore:
             raise BlobError(f"segment {segment} is no draft of {size_bytes} bytes")
         return found
 
-    async def put(self, name: str, version: int, epoch: int, parts: Sequence[memoryview | bytes], *, checked: bool = True) -> BlobInfo:
+    async def put(self, name: str, version: int, term: int, parts: Sequence[memoryview | bytes], *, checked: bool = True) -> BlobInfo:
         check_blob(name, version)
         content = b"".join(parts)
-        info = BlobInfo(name, version, epoch, digest_of(content) if checked else "", len(content))
+        info = BlobInfo(name, version, term, digest_of(content) if checked else "", len(content))
         return await self._show(memoryview(content), info)
 
     async def _show(self, content: memoryview, info: BlobInfo) -> BlobInfo:
         versions = self._blobs.setdefault(info.name, {})
         known = versions.get(info.version)
-        if known is not None and known[0].epoch > info.epoch:
+        if known is not None and known[0].term > info.term:
             return known[0]
         versions[info.version] = (info, content)
         for old in by_age([each for each, _ in versions.values()])[:-KEPT]:

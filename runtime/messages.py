@@ -154,7 +154,7 @@ class DrainActors(Request[Drained | NotAdded], frozen=True):
 
 
 NEXT_STEP_S = 10.0
-"""Where no step ends for so long after a drain, the job's steps are long, or it is blocked for longer than anybody waits."""
+"""Where no step ends for so long after a drain, the job's steps are long, or it is blocked for longer than a user waits."""
 
 
 class RestartActors(Request[Added | NotAdded], frozen=True):
@@ -191,7 +191,7 @@ class GetPiece(Request[BlobPiece | NotHere], frozen=True):
     idempotent: ClassVar[bool] = True
     name: str
     version: int
-    epoch: int
+    term: int
     index: int
 
 
@@ -207,14 +207,14 @@ class GetPieces(Request[BlobPieces | NotHere], frozen=True):
     idempotent: ClassVar[bool] = True
     name: str
     version: int
-    epoch: int
+    term: int
 
 
 class Newest(Message, frozen=True):
     """The newest version that a host has; digest and size of what changed since the one before, where that is there too."""
 
     version: int
-    epoch: int
+    term: int
     digest: str
     size_bytes: int
     delta: str = ""
@@ -250,7 +250,7 @@ class PullBlob(Request[Pulled | NotPulled], frozen=True):
     idempotent: ClassVar[bool] = True
     name: str
     version: int
-    epoch: int
+    term: int
     digest: str
     size_bytes: int
     sources: tuple[str, ...]

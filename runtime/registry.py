@@ -189,7 +189,7 @@ class Directory:
 
 
 class Registry:
-    """Keeps this actor's own record leased, and the Directory in step with everybody else's."""
+    """Keeps this actor's own record leased, and the Directory in step with those of the others."""
 
     def __init__(self, store: Store, directory: Directory, on_change: Callable[[set[str], set[str]], Awaitable[None]]) -> None:
         self._store = store

@@ -2,7 +2,7 @@
 every sampled token accounted for.
 
 A Store that lost its state shows in what was written before: lines of samples.jsonl that it no longer knew, which the buffer moved to
-samples.lost.jsonl, and steps or epochs that go backwards.
+samples.lost.jsonl, and steps or terms that go backwards.
 """
 
 import json

@@ -124,7 +124,7 @@ class ModelledBuffer:
     def trained(self, step: int) -> None:
         """Step `step` is published: the slots of its groups are free."""
         self._groups.advance(step)
-        self._groups.commit(step, self._groups.training.epoch)
+        self._groups.commit(step, self._groups.training.term)
         self._moved()
 
     @property

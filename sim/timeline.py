@@ -17,7 +17,7 @@ class SimEvent:
         self.value: Any = None
 
     def set(self, value: Any = None) -> None:
-        """Let everybody who waits go on, now."""
+        """Let all who wait go on, now."""
         if self.happened:
             return
         self.happened, self.value = True, value

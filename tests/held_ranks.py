@@ -55,8 +55,8 @@ class HeldEngine:
         self._stage("publish")
         self._engine.pack(memory)
 
-    def saved(self, epoch: int) -> Any:
-        return HeldRows(self._engine.saved(epoch), self._stage)
+    def saved(self, term: int) -> Any:
+        return HeldRows(self._engine.saved(term), self._stage)
 
     def _stage(self, name: str) -> None:
         folder = Path(os.environ[HELD_RANKS])

@@ -88,7 +88,7 @@ def saved_by(num: int, model: Path, folder: Path, step: int, checkpoint: Path | 
     """The checkpoint of `step` that `num` ranks write, each its own rows, and their loss. `checkpoint`: of the step before."""
     loss, *_ = forked(num, folder, partial(_rank_saves, model, folder, checkpoint, num, step, options))
     found = folder / f"step_{step}"
-    checkpoints.write(found, {}, step=step, epoch=1, fill=partial(_moved, folder / f"rows.{step}"))
+    checkpoints.write(found, {}, step=step, term=1, fill=partial(_moved, folder / f"rows.{step}"))
     return found, loss
 
 

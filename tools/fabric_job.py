@@ -56,7 +56,7 @@ class Job:
         self._rubato(first, "keys", "new", "--run", self.folder / first)
         host = f"bus.host={addresses[first]}"
         self._spawn(first, "launch", self._config, *self._overrides, host, "engine.num_slots=1", "--run-dir", self.folder / first)
-        self.until(lambda: self.events(first, "trainer-1", "epoch"), "the trainer's start")
+        self.until(lambda: self.events(first, "trainer-1", "term"), "the trainer's start")
         token = self._rubato(first, "keys", "join-token", "--run", self.folder / first)
         for rack in others:
             self._spawn(

@@ -138,10 +138,10 @@ class AdapterBank:
         with self._in_use(name) as engine:
             return engine.logprobs(sequences, temperature)
 
-    def snapshot(self, name: str, *, epoch: int) -> Callable[[Path], None]:
+    def snapshot(self, name: str, *, term: int) -> Callable[[Path], None]:
         """TrainEngine.snapshot of one adapter: its folder in peft's format, with all that `add` goes on from."""
         with self._in_use(name) as engine:
-            return engine.snapshot(epoch=epoch)
+            return engine.snapshot(term=term)
 
     def source(self, name: str) -> "AdapterSource":
         """The adapter, for a WeightsSender. Raises TrainError for one that there is not."""

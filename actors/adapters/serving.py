@@ -34,7 +34,7 @@ class NamedAdapters(EngineHook):
         super().__init__(worker)
         self._receiver = BlobReceiver(worker, by_rings=worker.config.weights.broadcast == "rings")
         self._held: OrderedDict[str, tuple[int, int]] = OrderedDict()
-        """(epoch, version) by name, least recently used first."""
+        """(term, version) by name, least recently used first."""
         self._users: dict[str, dict[str, asyncio.Event]] = {}
         """By name and id, the requests that are here, and what wakes each that waits."""
         self._leaving: set[str] = set()
@@ -167,7 +167,7 @@ class NamedAdapters(EngineHook):
             newest, held = await self._receiver.newest(name), self._held.get(name)
             if newest is None and held is None:
                 raise EngineError(f"there is no adapter {name}: none of that name is published")
-            if newest is None or name in self._leaving or (held is not None and (newest.epoch, newest.version) <= held):
+            if newest is None or name in self._leaving or (held is not None and (newest.term, newest.version) <= held):
                 return
             if held is None and not await self._made_place():
                 return
@@ -179,8 +179,8 @@ class NamedAdapters(EngineHook):
 
     async def _take(self, info: WeightsPublished, image: memoryview) -> None:
         pause_s = await self._engine.update(info.version, image, info.adapter)
-        self._held[info.adapter] = (info.epoch, info.version)
-        self.worker.log.info("adapter_swapped", adapter=info.adapter, version=info.version, epoch=info.epoch, pause_s=round(pause_s, 6))
+        self._held[info.adapter] = (info.term, info.version)
+        self.worker.log.info("adapter_swapped", adapter=info.adapter, version=info.version, term=info.term, pause_s=round(pause_s, 6))
         self._changed()
 
     def _has_place(self) -> bool:
@@ -196,7 +196,7 @@ class NamedAdapters(EngineHook):
         return True
 
     async def _drop(self, name: str) -> None:
-        del self._held[name]  # at once: whoever asks for it from now on waits for its coming back
+        del self._held[name]  # at once: a request for it waits from now on until it is back
         await self._engine.drop(name)
         self.worker.log.info("adapter_dropped", adapter=name)
         self._changed()

@@ -83,7 +83,7 @@ class AdaptedVllmEngine(VllmEngine):
         await asyncio.to_thread(shutil.rmtree, self._root, ignore_errors=True)
 
     async def update(self, version: int, weights: memoryview, adapter: str = "") -> float:
-        """Only an adapter of the run's own name is waited for by anybody: any other is there once this returns."""
+        """Requests wait only for an adapter of the run's own name: any other is there once this returns."""
         if not adapter:
             return await super().update(version, weights)
         self._started()

@@ -23,7 +23,7 @@ class _Handed:
     """The step that was handed out last."""
 
     step: int
-    epoch: int
+    term: int
     at_s: float
     samples: int
     age: float
@@ -88,7 +88,7 @@ class AdaptiveAlpha(PolicyPlugin):
         versions = [group.members[index].outcome.version_first for group in groups for index in group.scored]
         age = step - 1 - sum(versions) / max(1, len(versions))
         rounds = self._rounds()
-        self._handed = _Handed(step, self.groups.training.epoch, now, len(versions), age, rounds)
+        self._handed = _Handed(step, self.groups.training.term, now, len(versions), age, rounds)
         self._places_s = [0.0, 0.0]
         if figures is not None:
             self._adapt(figures)
@@ -110,7 +110,7 @@ class AdaptiveAlpha(PolicyPlugin):
     def _figures(self, step: int) -> StepFigures | None:
         """Of the step before; None where something else than training took its time: a restart, or an evaluation."""
         last, now = self._handed, self._now()
-        if last is None or last.step != step - 1 or last.epoch != self.groups.training.epoch:
+        if last is None or last.step != step - 1 or last.term != self.groups.training.term:
             return None
         if last.rounds != self._rounds() or any(not self.groups.rounds[name].complete for name in last.rounds):
             return None

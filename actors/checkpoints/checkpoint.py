@@ -17,14 +17,14 @@ MANIFEST = "manifest.json"
 RECEIPTS = "receipts.msgpack"
 """What the SampleBuffer said of the samples of the steps that a checkpoint covers, a list of byte strings: it alone reads them."""
 
-EPOCH = "epoch"
+TERM = "epoch"
 """Name of the mark of the trainer that took a folder of checkpoints over."""
 
 NAMED = re.compile(r"step_([0-9]+)")
 """Name of a checkpoint's folder; folders of other names are left alone."""
 
 UNNAMED = re.compile(r"\.?waiting_[0-9]+\.([0-9]+)")
-"""A checkpoint that does not count yet, with the epoch of its trainer."""
+"""A checkpoint that does not count yet, with the term of its trainer."""
 
 
 class CheckpointError(Exception):
@@ -39,7 +39,8 @@ class Manifest(msgspec.Struct):
     """What a checkpoint folder claims to hold."""
 
     step: int
-    epoch: int
+    term: int = msgspec.field(name="epoch")
+    """Of the trainer, by the name under which it is stored."""
     files: dict[str, str]
     """Path within it → hex BLAKE2b-256."""
 
@@ -49,7 +50,7 @@ def write(
     files: Mapping[str, bytes],
     *,
     step: int,
-    epoch: int,
+    term: int,
     receipts: Sequence[bytes] = (),
     fill: Callable[[Path], Mapping[str, str]] | None = None,
 ) -> None:
@@ -69,7 +70,7 @@ def write(
             each.mkdir(parents=True, exist_ok=True)
         digests = {name: write_through(building / name, content) for name, content in contents.items()}
         digests |= fill(building) if fill is not None else {}
-        write_through(building / MANIFEST, msgspec.json.encode(Manifest(step, epoch, digests)))
+        write_through(building / MANIFEST, msgspec.json.encode(Manifest(step, term, digests)))
         for each in folders:
             sync_folder(each)
         rename(building, folder)
@@ -82,32 +83,32 @@ def write(
         ) from error
 
 
-def take_over(folder: Path, epoch: int) -> None:
-    """From here on trainers of older epochs than `epoch` name no checkpoint under `folder`. Blocks; raises Replaced to one of them."""
+def take_over(folder: Path, term: int) -> None:
+    """From here on trainers of older terms than `term` name no checkpoint under `folder`. Blocks; raises Replaced to one of them."""
     folder.mkdir(parents=True, exist_ok=True)
-    if (newest := newest_epoch(folder)) > epoch:
-        raise Replaced(f"a trainer of epoch {newest} has taken over from epoch {epoch} in {folder}")
-    draft = folder / f".epoch.{epoch}"
-    draft.write_text(f"{epoch}")
-    draft.replace(folder / EPOCH)
+    if (newest := newest_term(folder)) > term:
+        raise Replaced(f"a trainer of term {newest} has taken over from term {term} in {folder}")
+    draft = folder / f".epoch.{term}"
+    draft.write_text(f"{term}")
+    draft.replace(folder / TERM)
 
 
-def newest_epoch(folder: Path) -> int:
+def newest_term(folder: Path) -> int:
     """Of the trainers that took `folder` over; 0: none did. Blocks."""
-    marker = folder / EPOCH
+    marker = folder / TERM
     return int(marker.read_text()) if marker.exists() else 0
 
 
-def name(folder: Path, to: Path, epoch: int) -> None:
+def name(folder: Path, to: Path, term: int) -> None:
     """Make the complete `folder` appear as `to`: it counts from here on.
 
     Blocks; raises Replaced to a trainer that was replaced, by which `folder` may be gone.
     """
-    take_over(to.parent, epoch)
+    take_over(to.parent, term)
     try:
         rename(folder, to)
     except FileNotFoundError:
-        raise Replaced(f"checkpoint {folder} is gone: a trainer of a later epoch removed it") from None
+        raise Replaced(f"checkpoint {folder} is gone: a trainer of a later term removed it") from None
 
 
 def rename(folder: Path, to: Path) -> None:
@@ -167,30 +168,30 @@ def newest(folder: Path) -> tuple[Path | None, list[str]]:
     return None, passed_over
 
 
-def prune(folder: Path, keep: int, epoch: int, stay: Collection[int] = ()) -> None:
+def prune(folder: Path, keep: int, term: int, stay: Collection[int] = ()) -> None:
     """Remove all but the newest `keep` checkpoints and those of the steps in `stay`, and what a process that was killed had begun to write
     or never named, as `drop_unnamed`."""
     old = [path for path in by_step(folder)[:-keep] if step_of(path) not in stay]
     for path in (*old, *folder.glob(".*.replaced")):
         shutil.rmtree(path, ignore_errors=True)
-    drop_unnamed(folder, epoch)
+    drop_unnamed(folder, term)
 
 
-def drop_unnamed(folder: Path, epoch: int) -> None:
-    """Remove what trainers of epochs up to `epoch` had begun or never named. One that wakes and would name it finds it whole or gone.
+def drop_unnamed(folder: Path, term: int) -> None:
+    """Remove what trainers of terms up to `term` had begun or never named. One that wakes and would name it finds it whole or gone.
 
     What a newer one has begun stays: the caller itself may have been replaced while it was stopped.
     """
     for path in folder.glob("waiting_*"):
         with suppress(OSError):
-            if _epoch_of(path) <= epoch:
+            if _term_of(path) <= term:
                 path.rename(path.with_name(f".{path.name}.dropped"))
     for path in (*folder.glob(".*.building"), *folder.glob(".*.dropped")):
-        if _epoch_of(path) <= epoch:
+        if _term_of(path) <= term:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def _epoch_of(path: Path) -> int:
+def _term_of(path: Path) -> int:
     found = UNNAMED.match(path.name)
     return int(found[1]) if found else 0
 

@@ -1,8 +1,8 @@
 """Copies of checkpoints away from the head's disk: in a folder or a bucket, by fsspec, which is imported once a mirror is named.
 
-    URL/step_40.3.9f2c61aa/…               a checkpoint of step 40, copied by the trainer of epoch 3, whose token is 9f2c61aa
+    URL/step_40.3.9f2c61aa/…               a checkpoint of step 40, copied by the trainer of term 3, whose token is 9f2c61aa
     URL/step_40.3.9f2c61aa/complete.json   written last: sizes and digests of all files of the copy; without it there is no copy
-    URL/epoch_3.9f2c61aa                   that trainer's claim: of several the highest epoch copies, then the highest token
+    URL/epoch_3.9f2c61aa                   that trainer's claim: of several the highest term copies, then the highest token
 
 No file is written by two trainers, so one that was replaced and does not know it spoils nothing. Everything here blocks.
 
@@ -73,12 +73,12 @@ class Superseded(MirrorError):
 class Claim(NamedTuple):
     """A trainer that copies; of two the later one is greater."""
 
-    epoch: int
+    term: int
     token: str
 
     @property
     def name(self) -> str:
-        return f"epoch_{self.epoch}.{self.token}"
+        return f"epoch_{self.term}.{self.token}"
 
 
 class Copy(NamedTuple):
@@ -89,7 +89,7 @@ class Copy(NamedTuple):
 
     @property
     def name(self) -> str:
-        return f"step_{self.step}.{self.claim.epoch}.{self.claim.token}"
+        return f"step_{self.step}.{self.claim.term}.{self.claim.token}"
 
 
 class Complete(msgspec.Struct):
@@ -212,7 +212,7 @@ class Mirror:
         """Earlier claims. Raises Superseded where there is a later one."""
         claims = self.claims()
         if (newest := max([*claims, mine])) > mine:
-            raise Superseded(f"{KEY}={self.shown}: a trainer of epoch {newest.epoch} took over from that of epoch {mine.epoch}")
+            raise Superseded(f"{KEY}={self.shown}: a trainer of term {newest.term} took over from that of term {mine.term}")
         return [claim for claim in claims if claim < mine]
 
     def copies(self) -> list[Copy]:
@@ -395,7 +395,7 @@ def look(url: str) -> Looked:
 def bring(url: str, folder: Path) -> Looked:
     """Bring the newest whole copy into the run folder `folder`, which has no checkpoints.
 
-    The folder is marked with a later epoch than that of any trainer that claimed the mirror, and the trainer of the run there draws one later
+    The folder is marked with a later term than that of any trainer that claimed the mirror, and the trainer of the run there draws one later
     still: when it claims the mirror, those copy no more. Until then nothing changes there, for the launch may still be refused. Raises
     MirrorError.
     """
@@ -413,7 +413,7 @@ def bring(url: str, folder: Path) -> Looked:
             passed_over.append(str(error))
             continue
         write_through(staged / "checkpoints" / LINEAGE, found.lineage.encode())
-        checkpoints.take_over(staged / "checkpoints", max([copy.claim, *mirror.claims()]).epoch + 1)
+        checkpoints.take_over(staged / "checkpoints", max([copy.claim, *mirror.claims()]).term + 1)
         for path in staged.iterdir():
             path.rename(folder / path.name)
         staged.rmdir()

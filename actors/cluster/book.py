@@ -131,7 +131,7 @@ class Spot(NamedTuple):
 
 
 class GroupVerdict(NamedTuple):
-    """What became of a group's plan: who leaves it, if anybody, and the sentence for the user."""
+    """What became of a group's plan: the jobs that leave it, if any, and the sentence for the user."""
 
     leaves: str
     why: str

@@ -1,6 +1,6 @@
 """Permits: the right of one job to compute on one pool in one phase, kept in the Store of the cluster that jobs share.
 
-A permit is a lease. Its holder renews it; one that is killed or stands still loses it, and the next in line has it under a higher epoch.
+A permit is a lease. Its holder renews it; one that is killed or stands still loses it, and the next in line has it under a higher term.
 The holder knows by its own clock, without a message, when it can no longer be sure: a process that was stopped and goes on
 computes nothing more. All that a pool's permit is lies in one record, changed by compare-and-set.
 """
@@ -37,7 +37,7 @@ PAUSE_S = 1.0
 """Before a Store is asked again that has been away for longer than its own patience."""
 
 LINES, TICKETS = "permits/line/", "permits/tickets"
-"""Where the records are, by pool, and the counter of tickets and epochs: it gives no number twice, whatever the Store forgot."""
+"""Where the records are, by pool, and the counter of tickets and terms: it gives no number twice, whatever the Store forgot."""
 
 ResultT = TypeVar("ResultT")
 
@@ -65,7 +65,7 @@ class Grant:
 
     def __init__(self, pool: str, stand: Stand) -> None:
         self.pool, self.job, self.phase = pool, stand.job, stand.phase
-        self.epoch, self.ticket, self.places = stand.epoch, stand.ticket, stand.places
+        self.term, self.ticket, self.places = stand.term, stand.ticket, stand.places
         self.lost = asyncio.Event()
         """Set once it is no longer held. See `is_held` for who has not been told yet."""
         self.until = 0.0
@@ -154,16 +154,16 @@ class Permits:
                 return
             await _patiently(partial(self._store.read, _stream(pool), record.num_events, wait_s=self._ttl_s / 3))
 
-    async def follow(self, pool: str, epoch: int, place: int) -> Grant:
+    async def follow(self, pool: str, term: int, place: int) -> Grant:
         """The permit that another process of the job holds, for who computes under it at `place` of the pool; see `watch`.
 
         Raises PermitLost where it is over.
         """
         began = asyncio.get_running_loop().time()
         leases = {lease.token: lease for lease in (await self._store.leases(f"permits/{pool}/")).values()}
-        stand = (await self._record(pool)).line.may_use(epoch, place)
+        stand = (await self._record(pool)).line.may_use(term, place)
         if stand is None or stand.ticket not in leases:
-            raise PermitLost(f"epoch {epoch} does not hold {pool} now: what belongs to it is not computed any more.")
+            raise PermitLost(f"term {term} does not hold {pool} now: what belongs to it is not computed any more.")
         grant = Grant(pool, stand)
         grant.until = began + leases[stand.ticket].remaining_s
         return grant
@@ -173,7 +173,7 @@ class Permits:
 
         async def again() -> float | None:
             with suppress(PermitLost):
-                return (await self.follow(grant.pool, grant.epoch, place)).until
+                return (await self.follow(grant.pool, grant.term, place)).until
             return None
 
         await self._keep(grant, again)
@@ -238,15 +238,15 @@ class Permits:
             changed = kept(change(record.line), alive)
             if changed == record.line and (changed.holder or not changed.queue):
                 return record
-            epoch = await self._store.increment(TICKETS)
-            line = granted(changed, epoch, wall_s())
+            term = await self._store.increment(TICKETS)
+            line = granted(changed, term, wall_s())
             events = _events(record.line, line)
             after = _Record(line, record.num_events + len(events))
             entries = [msgspec.msgpack.encode(event) for event in events]
             append = Append(_stream(pool), record.num_events + 1, entries, max(0, after.num_events - EVENTS_KEPT))
             value, turn = msgspec.msgpack.encode(after), WriteNumber(1, after=before)
             with suppress(Fenced, Forgotten):
-                await self._store.write({key: value}, fence=Fence(fence, epoch), turn=turn, append=append)
+                await self._store.write({key: value}, fence=Fence(fence, term), turn=turn, append=append)
                 return after
 
     async def _record(self, pool: str) -> _Record:

@@ -97,7 +97,7 @@ class PoolLease:
             began = asyncio.get_running_loop().time()
             await self.actor.offload(self.engine.wake)
             seconds = asyncio.get_running_loop().time() - began
-            self.actor.log.info("woke", phase=grant.phase, epoch=grant.epoch, seconds=seconds)
+            self.actor.log.info("woke", phase=grant.phase, term=grant.term, seconds=seconds)
 
     @asynccontextmanager
     async def __call__(self, phase: str) -> AsyncGenerator["Turn"]:
@@ -121,8 +121,8 @@ class PoolLease:
                 async with self.waiting():
                     grant = await held.enter_async_context(self.permits.hold(pool, phase, member))
             if not own_line:
-                actor.log.info("permit_held", pool=pool, phase=phase, epoch=grant.epoch)
-                held.enter_context(actor.trace.span(phase, "permit", pool=pool, epoch=grant.epoch))
+                actor.log.info("permit_held", pool=pool, phase=phase, term=grant.term)
+                held.enter_context(actor.trace.span(phase, "permit", pool=pool, term=grant.term))
             yield grant
 
     @asynccontextmanager
@@ -379,7 +379,7 @@ class RolloutPermit(ProxyHook):
 
     async def _wake_one(self, record: ActorRecord, grant: Grant) -> None:
         self._told.add(record.name)
-        if await self._order(record.name, WakeEngine(grant.epoch)):
+        if await self._order(record.name, WakeEngine(grant.term)):
             self._awake[record.name] = record.incarnation
         else:
             await asyncio.sleep(PAUSE_S)
@@ -418,25 +418,25 @@ class PermittedOrders(Orders):
         require(engine, SLEEP)
         await engine.sleep()
 
-    async def _wake(self, engine: Engine, epoch: int) -> float:
-        """Raises EngineError where the permit `epoch` is over, or the Store does not say whether it is."""
+    async def _wake(self, engine: Engine, term: int) -> float:
+        """Raises EngineError where the permit `term` is over, or the Store does not say whether it is."""
         pool = self._lease.section.rollout_pool
         try:
-            grant = await self._lease.permits.follow(pool, epoch, self._place)
+            grant = await self._lease.permits.follow(pool, term, self._place)
         except (PermitLost, StoreUnavailable) as error:
             raise EngineError(str(error)) from error
-        if self._grant is None or self._grant.epoch != epoch or self._grant.lost.is_set():
+        if self._grant is None or self._grant.term != term or self._grant.lost.is_set():
             self._grant = grant
             self._actor.spawn(self._guard(engine, grant), name=f"{self._actor.name}.permit")
-        seconds = await super()._wake(engine, epoch)
-        self._actor.log.info("woke", phase=ROLLOUT, epoch=epoch, seconds=seconds)
+        seconds = await super()._wake(engine, term)
+        self._actor.log.info("woke", phase=ROLLOUT, term=term, seconds=seconds)
         return seconds
 
     async def _guard(self, engine: Engine, grant: Grant) -> None:
         """Look after the permit until it is gone; an engine that still has it then sleeps at once."""
         await self._lease.permits.watch(grant, self._place)
         if self._grant is grant and not engine.load().asleep:
-            self._actor.log.warning("permit_lost", pool=grant.pool, phase=ROLLOUT, epoch=grant.epoch)
+            self._actor.log.warning("permit_lost", pool=grant.pool, phase=ROLLOUT, term=grant.term)
             await engine.sleep()  # before any proxy is told, which may be out of reach
             await self.carry_out(SleepEngine())
 

@@ -40,7 +40,7 @@ def flaw_of_url(url: str) -> str:
         return "ends in a query: leave that out"
     if parts.scheme == "http" and not is_loopback(host):
         return (
-            f"goes to {host} in the clear, and whoever reads along could steer the server: give it https, or a tunnel that ends on "
+            f"goes to {host} in the clear, and a reader on the way could steer the server: give it https, or a tunnel that ends on "
             "loopback, such as ssh -L 8000:127.0.0.1:8000"
         )
     return ""

@@ -30,7 +30,7 @@ async def unseen(info: WeightsPublished, image: memoryview) -> None:
 class WeightsPuller:
     """One per engine: hints wake it, a slow check covers lost hints, and only the newest version is pulled.
 
-    A higher epoch always wins: it is a restarted trainer, whose predecessor's versions no longer count.
+    A higher term always wins: it is a restarted trainer, whose predecessor's versions no longer count.
     """
 
     def __init__(
@@ -48,14 +48,14 @@ class WeightsPuller:
         self._tell, self._lease, self._looked_at = swapped, lease or AlwaysHeld(actor), looked_at
         self._metrics, self._waits, self._log = actor.metrics, actor.waits, actor.log
         self._held = (0, 0)
-        """(epoch, version) that the engine has."""
+        """(term, version) that the engine has."""
         self._source = TRAINER
         self._waiting: dict[Wait, int] = {}
         """Requests that are held up, and the version that each needs."""
         self._wake = asyncio.Event()
         self._swapped = asyncio.Event()
         self._hold = (-1, -1)
-        """(epoch, version) that an evaluation wants to be kept, and until when."""
+        """(term, version) that an evaluation wants to be kept, and until when."""
         self._hold_until = 0.0
 
     @property
@@ -63,12 +63,12 @@ class WeightsPuller:
         """Whether the engine stays on what it has, for an evaluation."""
         return self._held == self._hold and asyncio.get_running_loop().time() < self._hold_until
 
-    async def hold(self, version: int, epoch: int, for_s: float) -> bool:
-        """Take nothing newer of `epoch` than `version` for `for_s` from now; 0 lets go of that version, and of no other that was asked for
+    async def hold(self, version: int, term: int, for_s: float) -> bool:
+        """Take nothing newer of `term` than `version` for `for_s` from now; 0 lets go of that version, and of no other that was asked for
         since. True once it is in place, False where the engine is past it."""
-        if not for_s and self._hold != (epoch, version):
+        if not for_s and self._hold != (term, version):
             return False
-        self._hold, self._hold_until = (epoch, version), asyncio.get_running_loop().time() + for_s
+        self._hold, self._hold_until = (term, version), asyncio.get_running_loop().time() + for_s
         self._wake.set()
         while for_s and self._held < self._hold:
             self._swapped.clear()
@@ -82,7 +82,7 @@ class WeightsPuller:
 
     def hint(self, message: WeightsPublished) -> None:
         """Something newer may be there."""
-        if message.adapter == ADAPTER and (message.epoch, message.version) > self._held:
+        if message.adapter == ADAPTER and (message.term, message.version) > self._held:
             self._wake.set()
 
     def retry(self) -> None:
@@ -137,9 +137,9 @@ class WeightsPuller:
     async def _pulled(self) -> bool:
         """False where the lease was lost before the swap."""
         newest = await self._receiver.newest(ADAPTER)
-        if newest is None or (newest.epoch, newest.version) <= self._held:
+        if newest is None or (newest.term, newest.version) <= self._held:
             return True
-        if self.is_held and newest.epoch == self._held[0]:
+        if self.is_held and newest.term == self._held[0]:
             return True
         began = asyncio.get_running_loop().time()
         with self._waits.on(f"weights {newest.version}", stage="pull", holder=BLOBS) as wait:
@@ -179,13 +179,13 @@ class WeightsPuller:
             wait.update(holder=source)
 
     def _took(self, info: WeightsPublished, pause_s: float, pull_s: float) -> None:
-        self._held = (info.epoch, info.version)
+        self._held = (info.term, info.version)
         self._metrics.gauge("weights/version", info.version)
         self._metrics.gauge("weights/bytes", info.size_bytes)
         self._metrics.observe("weights/pause_s", pause_s)
         self._metrics.observe("weights/pull_s", pull_s)
         told = {"pause_s": round(pause_s, 6), "pull_s": round(pull_s, 6)}
-        self._log.info("weights_swapped", version=info.version, epoch=info.epoch, **told)
+        self._log.info("weights_swapped", version=info.version, term=info.term, **told)
         self._tell(info)
         self._swapped.set()
 
@@ -200,7 +200,7 @@ class Pins(EngineHook):
     async def hold_weights(self, request: HoldWeights) -> WeightsHeld:
         """The proxies know before the asker does: they give this engine no request that needs newer weights, nor another one an exact one."""
         _, weights = self.worker.started()
-        held = await weights.hold(request.version, request.epoch, request.for_s)
+        held = await weights.hold(request.version, request.term, request.for_s)
         await self._tell()
         return WeightsHeld(self.worker.name, held)
 

@@ -426,7 +426,7 @@ class EngineWorker(plugins.Hooked[EngineHook], Actor):
         slices = sampled_slices(read_header(image, f"weights version {info.version}"), self.run.seed, info.version)
         digest = getattr(engine, "digest", None)
         self._digest = None if digest is None else await digest(slices)
-        message = WeightsTaken(self.name, info.version, info.epoch, self._digest)
+        message = WeightsTaken(self.name, info.version, info.term, self._digest)
         self.spawn(self._tell_taken(message), name=f"{self.name}.taken")
 
     async def _tell_taken(self, message: WeightsTaken) -> None:

@@ -88,7 +88,7 @@ class FabricController(Actor):
         self._windows = Windows(self._templates)
         self._unsaved = False
         self._rhythm = Rhythm()
-        self._epochs: dict[str, int] = {}
+        self._begun: dict[str, int] = {}
         self._aims = Aims()
         self._asked = AskedCircuits()
         self._ledger = CircuitLedger(self.store, self._fence, lease_s=section.attempt_s)
@@ -126,7 +126,7 @@ class FabricController(Actor):
 
     @handler
     async def phase_intent(self, message: PhaseIntent) -> None:
-        """Never waits for the switch. A phase that was said to begin under this epoch, or a later one, is not begun again."""
+        """Never waits for the switch. A phase that was said to begin under this number, or a later one, is not begun again."""
         if not self._section.enabled:
             return
         now = asyncio.get_running_loop().time()
@@ -138,8 +138,8 @@ class FabricController(Actor):
             running = self._rhythm.phase
             if message.phase == running or not self._templates.ends_with_traffic(running):
                 self._aim_at_coming(message.phase, now + message.in_s, not_before=now)
-        elif message.epoch > self._epochs.get(message.phase, -1):
-            self._epochs[message.phase] = message.epoch
+        elif message.number > self._begun.get(message.phase, -1):
+            self._begun[message.phase] = message.number
             if message.phase != self._rhythm.phase:  # its next round may as well be the same one, as told by another actor
                 self._is_over(self._rhythm.phase)
             self.metrics.gauge(f"fabric/phase/{message.phase}", 1)
@@ -165,29 +165,29 @@ class FabricController(Actor):
         """
         links = self._templates.links_for(self._racks.traffic(RESHARD, request.traffic))
         now, delay_s = asyncio.get_running_loop().time(), self._accounts.delay_s
-        aim = Aim(RESHARD, now, now, restore=True, links=links, asked=request.epoch)
+        aim = Aim(RESHARD, now, now, restore=True, links=links, asked=request.number)
         if self._seems_lit(aim) and (why_not := await self._looked()):
             return NoCircuits(why_not)
         now, coming = asyncio.get_running_loop().time(), self._aims.coming
-        if request.epoch <= self._asked.epoch:
-            return NoCircuits(f"epoch {request.epoch} comes after epoch {self._asked.epoch}")
+        if request.number <= self._asked.number:
+            return NoCircuits(f"ask {request.number} comes after ask {self._asked.number}")
         if not self._section.enabled or self._electrical:
             return NoCircuits("the electrical path carries everything")
         if links is None:
             return NoCircuits("no circuit would serve this traffic")
         planned = self._plan(aim, links, restore=True)
         if self._seems_lit(aim):
-            self._asked.begin(request.epoch)
+            self._asked.begin(request.number)
             self._asked.settle()
-            return CircuitsPromised(request.epoch, 0.0, planned.verdict)
+            return CircuitsPromised(request.number, 0.0, planned.verdict)
         ready_in_s = delay_s * (1 + (self._stage != "idle"))
         busy = f"those of {coming.phase} begin to change in {coming.due - now:.3g} s" if coming else ""
         if ready_in_s > request.within_s or (coming is not None and coming.due < now + ready_in_s):
             late = f"they would be ready in {ready_in_s:.3g} s"
             return NoCircuits(f"{late}, {busy}" if busy else f"{late}, wanted within {request.within_s:.3g} s")
-        self._asked.begin(request.epoch)
+        self._asked.begin(request.number)
         self._aims.now(aim)
-        return CircuitsPromised(request.epoch, ready_in_s, planned.verdict)
+        return CircuitsPromised(request.number, ready_in_s, planned.verdict)
 
     def _seems_lit(self, aim: Aim) -> bool:
         """As far as is known since the switch was last read, and nothing is about to change that."""
@@ -207,11 +207,11 @@ class FabricController(Actor):
 
     @handler(concurrency=16)
     async def await_circuits(self, request: AwaitCircuits) -> CircuitsReady | NoCircuits:
-        return await self._asked.outcome(request.epoch)
+        return await self._asked.outcome(request.number)
 
     @handler
     async def release_circuits(self, message: ReleaseCircuits) -> None:
-        if message.epoch == self._asked.epoch:
+        if message.number == self._asked.number:
             self._take_back()
 
     @handler
@@ -219,7 +219,7 @@ class FabricController(Actor):
         totals = self.metrics.snapshot()
         return FabricReport(
             phase=self._rhythm.phase,
-            epoch=self._ledger.entry.epoch,
+            change=self._ledger.entry.change,
             stage=self._stage,
             electrical=self._electrical,
             reconfigurations=int(totals.get("fabric/reconfigurations", 0)),
@@ -390,7 +390,7 @@ class FabricController(Actor):
         self._stage = stage
 
     def _leave_out(self, failed: PortsFailed) -> None:
-        """Plan without the ports that failed. Where the rest can't connect everybody, the electrical path does, and all ports are tried again later."""
+        """Plan without the ports that failed. Where the rest can't connect all actors, the electrical path does, and all ports are tried again later."""
         self.log.warning("ports_failed", ports=sorted(failed.ports), why=str(failed))
         self.metrics.gauge("fabric/dead_ports", len(self._templates.dead | failed.ports))
         try:
@@ -409,7 +409,7 @@ class FabricController(Actor):
 
     def _show(self) -> None:
         self.metrics.gauge("fabric/circuits", len(self._circuits))
-        self.metrics.gauge("fabric/epoch", self._ledger.entry.epoch)
+        self.metrics.gauge("fabric/change", self._ledger.entry.change)
         self.metrics.gauge("fabric/electrical", 0)
 
     def _fall_back(self, why: str) -> None:
@@ -433,17 +433,17 @@ class FabricController(Actor):
 
 
 class AskedCircuits:
-    """Of the newest epoch; that of an older one is over."""
+    """The newest ask for circuits; older ones are over."""
 
     def __init__(self) -> None:
-        self.epoch = -1
+        self.number = -1
         self.lent = False
         """Whether the asker has them, or is about to, in place of the phase's own."""
         self._answer: asyncio.Future[str] | None = None
 
-    def begin(self, epoch: int) -> None:
-        self.settle(f"epoch {epoch} was asked for instead")
-        self.epoch, self.lent, self._answer = epoch, True, asyncio.get_running_loop().create_future()
+    def begin(self, number: int) -> None:
+        self.settle(f"those of ask {number} are wanted instead")
+        self.number, self.lent, self._answer = number, True, asyncio.get_running_loop().create_future()
 
     def settle(self, why_not: str = "") -> None:
         """They are lit, or `why_not`; the first word counts."""
@@ -451,19 +451,19 @@ class AskedCircuits:
             self._answer.set_result(why_not)
 
     @contextmanager
-    def told(self, epoch: int) -> Generator[None]:
-        """The block's outcome is that of the circuits of `epoch`, unless others were asked for meanwhile."""
+    def told(self, number: int) -> Generator[None]:
+        """The block's outcome is that of the circuits of `number`, unless others were asked for meanwhile."""
         try:
             yield
         except Exception as error:
-            if epoch == self.epoch:
+            if number == self.number:
                 self.settle(str(error) or type(error).__name__)
             raise
-        if epoch == self.epoch:
+        if number == self.number:
             self.settle()
 
-    async def outcome(self, epoch: int) -> CircuitsReady | NoCircuits:
-        if epoch != self.epoch or self._answer is None:
-            return NoCircuits(f"epoch {epoch} is not the one that was asked for last, which is {self.epoch}")
+    async def outcome(self, number: int) -> CircuitsReady | NoCircuits:
+        if number != self.number or self._answer is None:
+            return NoCircuits(f"ask {number} is not the last one, which is {self.number}")
         why_not = await asyncio.shield(self._answer)
-        return NoCircuits(why_not) if why_not else CircuitsReady(epoch)
+        return NoCircuits(why_not) if why_not else CircuitsReady(number)

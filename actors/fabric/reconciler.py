@@ -26,7 +26,8 @@ class LedgerUnavailable(FabricError):
 class CircuitRecord(msgspec.Struct, frozen=True):
     """The record that all may read. While `stage` is `changing`, nothing may be sent over `draining`."""
 
-    epoch: int = 0
+    change: int = msgspec.field(default=0, name="epoch")
+    """Its number, by the name under which it is stored."""
     stage: Literal["committed", "changing"] = "committed"
     phase: str = ""
     good: tuple[Cross, ...] = ()
@@ -59,7 +60,7 @@ class CircuitLedger:
         """Fence: from here on no traffic takes what will go dark. Raises NotTheWriter, LedgerUnavailable, or Fenced for a zombie."""
         await self.hold()
         good = self.entry.good
-        await self._write(CircuitRecord(self.entry.epoch + 1, "changing", phase, good, target, draining))
+        await self._write(CircuitRecord(self.entry.change + 1, "changing", phase, good, target, draining))
 
     async def hold(self) -> None:
         """Take or renew the lease of the switch. Raises NotTheWriter or LedgerUnavailable: the switch must be left alone then."""
@@ -72,7 +73,7 @@ class CircuitLedger:
 
     async def commit(self, lit: tuple[Cross, ...], phase: str) -> None:
         """Undrain: `lit` is good, and may be used."""
-        await self._write(CircuitRecord(self.entry.epoch, "committed", phase, lit, lit))
+        await self._write(CircuitRecord(self.entry.change, "committed", phase, lit, lit))
 
     async def _write(self, entry: CircuitRecord) -> None:
         try:

@@ -67,7 +67,7 @@ class Aim(NamedTuple):
     links: Links | None = None
     """Not those of the phase's template, but these."""
     asked: int = -1
-    """The epoch that they were asked for under."""
+    """The number of the ask."""
     window: bool = False
     """They are for a window of the phase that runs: the schedule has weighed the change."""
 

@@ -149,7 +149,7 @@ class Opening(msgspec.Struct):
 
 
 class Gateway(EnvManager):
-    """An environment manager whose rollouts are played by whoever opens a session: it asks for as many tickets as openings wait."""
+    """An environment manager whose rollouts are played by clients that open sessions: it asks for as many tickets as openings wait."""
 
     role: ClassVar[str] = "gateway"
     provides: ClassVar[frozenset[str]] = frozenset({"env_manager"})

@@ -109,7 +109,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _link(link: Path, target: Path) -> None:
-    """In one step: whoever finds it finds all of the model."""
+    """In one step: a process that finds it finds all of the model."""
     link.parent.mkdir(parents=True, exist_ok=True)
     fresh = link.with_name(f".{link.name}.{os.getpid()}")
     fresh.symlink_to(target)

@@ -24,7 +24,7 @@ class SleepEngine(Request[Obeyed], frozen=True):
 
     idempotent: ClassVar[bool] = True
     level: int = 1
-    epoch: int = 0
+    term: int = 0
     """Incarnation of the orchestrator that sends it, as in Reconfigure; 0: the sender has none, and is never refused."""
 
 
@@ -32,14 +32,14 @@ class WakeEngine(Request[Obeyed], frozen=True):
     """Weights and KV cache back to the device; requests go on."""
 
     idempotent: ClassVar[bool] = True
-    epoch: int = 0
+    term: int = 0
     """As that of SleepEngine. Where the job shares its pool: of the permit under which it may compute, and refused for any but the one that
     holds now."""
 
 
 class Reconfigure(Request[Obeyed], frozen=True):
-    """Let `degree` GPUs share each layer. Refused where an order of a later `epoch` was carried out: its sender was replaced."""
+    """Let `degree` GPUs share each layer. Refused where an order of a later `term` was carried out: its sender was replaced."""
 
     idempotent: ClassVar[bool] = True
     degree: int
-    epoch: int
+    term: int

@@ -65,7 +65,7 @@ class SwitchRequest(Request[SwitchReply], frozen=True):
 class CircuitsPromised(Message, frozen=True):
     """They will be lit in `ready_in_s`, by what changes took lately; 0 where those in place carry the traffic already."""
 
-    epoch: int
+    number: int
     ready_in_s: float
     why: str
 
@@ -79,14 +79,14 @@ class NoCircuits(Message, frozen=True):
 class CircuitsReady(Message, frozen=True):
     """They are lit, until the next phase begins or they are released."""
 
-    epoch: int
+    number: int
 
 
 class AskCircuits(Request[CircuitsPromised | NoCircuits], frozen=True):
     """Before a switch of parallelism or a rebalancing: may the `traffic` (bytes between named actors) of it have circuits of its own, lit within
-    `within_s`? A promise is being kept when it is given. One epoch has one answer, and an older one than was asked for before has none."""
+    `within_s`? A promise is being kept when it is given. The asks of all actors are numbered: an older one than the last has no answer."""
 
-    epoch: int
+    number: int
     traffic: tuple[tuple[str, str, int], ...]
     within_s: float
 
@@ -94,20 +94,20 @@ class AskCircuits(Request[CircuitsPromised | NoCircuits], frozen=True):
 class AwaitCircuits(Request[CircuitsReady | NoCircuits], frozen=True):
     """Answered once the circuits of a promise are lit, or it is clear that they will not be."""
 
-    epoch: int
+    number: int
 
 
 class ReleaseCircuits(Message, frozen=True):
     """What they were asked for is over, or off: those of the running phase come back."""
 
-    epoch: int
+    number: int
 
 
 class FabricReport(Message, frozen=True):
     """Totals since start. Hidden delay passed before its phase began; exposed delay is what the phase waited for."""
 
     phase: str
-    epoch: int
+    change: int
     """Of the circuits: one more with every change that was committed, over all incarnations of the controller."""
     stage: str
     """Of the change under way; `idle` between changes."""

@@ -133,7 +133,7 @@ class MovedFrom(msgspec.Struct, frozen=True, array_like=True):
 
     source: str
     incarnation: int
-    epoch: int
+    number: int
 
 
 class Route(msgspec.Struct, frozen=True, array_like=True):

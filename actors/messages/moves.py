@@ -1,8 +1,8 @@
 """Requests that move from one engine to another: what planners ask of the proxy, the proxy of the source, and the target of the source.
 
 The source parks the request (prepare). Then it decides once what becomes of it: the target takes it (commit), or it is kept and goes on
-where it was (abort, or the target did not come in time). `epoch` numbers the moves of a request, so that what belongs to an earlier one has
-no effect.
+where it was (abort, or the target did not come in time). The moves of a request are numbered, so that what belongs to an earlier one has no
+effect.
 """
 
 from typing import ClassVar
@@ -29,7 +29,7 @@ class Move(Request[Moved | NotMoved], frozen=True):
     idempotent: ClassVar[bool] = True
     request_id: str
     target: str
-    epoch: int = 0
+    term: int = 0
     """Incarnation of the orchestrator that sends it: refused once a later one asked the proxy. 0: the sender has none; never refused."""
 
 
@@ -45,21 +45,21 @@ class MovePrepared(Message, frozen=True):
 
 
 class PrepareMove(Request[MovePrepared | NotMoved], frozen=True):
-    """Proxy → source: park this request for `target`. An epoch that is no newer than the last one is refused."""
+    """Proxy → source: park this request for `target`. A number that is not above the last one is refused."""
 
     request_id: str
-    epoch: int
+    number: int
     target: str
     version: int
     """Weights of the target, as far as the proxy knows."""
 
 
 class AbortMove(Request[Ack], frozen=True):
-    """Proxy → source: go on with it, unless the target took it already. Other epochs are ignored."""
+    """Proxy → source: go on with it, unless the target took it already. Other numbers are ignored."""
 
     idempotent: ClassVar[bool] = True
     request_id: str
-    epoch: int
+    number: int
 
 
 class AwaitCaches(Request[Ack], frozen=True):
@@ -73,7 +73,7 @@ class TakeMove(Request[Ack | NotMoved], frozen=True):
 
     idempotent: ClassVar[bool] = True
     request_id: str
-    epoch: int
+    number: int
     incarnation: int
     """Of the source that parked it: another one has lost it with everything else."""
 
@@ -94,6 +94,6 @@ class FetchCache(Request[CachePart], frozen=True):
 
     idempotent: ClassVar[bool] = False
     request_id: str
-    epoch: int = 0
+    number: int = 0
     """Of the move that it is kept for; 0 where the request was handed over."""
     offset: int = 0

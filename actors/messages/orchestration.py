@@ -81,12 +81,12 @@ class Surveyed(Message, frozen=True):
 class OutOfDate(Message, frozen=True):
     """A later orchestrator is at work."""
 
-    epoch: int
+    term: int
 
 
 class Survey(Request[Surveyed | OutOfDate], frozen=True):
-    """To a proxy, which takes no order of an earlier `epoch` (the asker's incarnation) from now on; or to a manager of environments."""
+    """To a proxy, which takes no order of an earlier `term` (the asker's incarnation) from now on; or to a manager of environments."""
 
     idempotent: ClassVar[bool] = True
-    epoch: int
+    term: int
     after: int = 0

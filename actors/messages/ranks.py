@@ -54,10 +54,10 @@ class JoinTerm(Request[TermJoined | RankFailed], frozen=True):
 
 
 class RankLoaded(Message, frozen=True):
-    """The step and the epoch of the trainer that the weights stand at, and the size of their whole image."""
+    """The step and the term of the trainer, which is not that of its ranks, that the weights stand at, and the size of their whole image."""
 
     step: int
-    epoch: int
+    trainer_term: int
     image_bytes: int
     num_bytes: int
     """Of the rows of it that this rank writes."""
@@ -124,10 +124,10 @@ class RowsTaken(Message, frozen=True):
 
 
 class TakeRows(Request[RowsTaken | RankFailed], frozen=True):
-    """Copy your rows of weights and optimiser states, for a checkpoint of the trainer's `epoch`."""
+    """Copy your rows of weights and optimiser states, for a checkpoint of the trainer's `trainer_term`."""
 
     term: int
-    epoch: int
+    trainer_term: int
 
 
 class WriteRows(Request[Ack | RankFailed], frozen=True):
@@ -144,12 +144,12 @@ class PartDrafted(Message, frozen=True):
 
 
 class DraftPart(Request[PartDrafted | RankFailed], frozen=True):
-    """Draft the part of your host, as version `version` and epoch `epoch` of blob `name`: its ranks write their rows into it."""
+    """Draft the part of your host, as version `version` and term `trainer_term` of blob `name`: its ranks write their rows into it."""
 
     term: int
     name: str
     version: int
-    epoch: int
+    trainer_term: int
     size_bytes: int
 
 

@@ -256,16 +256,16 @@ class GiveUp(Request[Stored], frozen=True):
     """What was shown and sampled until then, to be read; no longer than a trajectory may be."""
 
 
-class Epoch(Message, frozen=True):
-    """The trainer's licence: only the newest epoch claims and commits. `bound` lists uncommitted steps to train again, oldest first."""
+class Term(Message, frozen=True):
+    """The trainer's licence: only the newest term claims and commits. `bound` lists uncommitted steps to train again, oldest first."""
 
-    epoch: int
+    term: int
     committed: int
     bound: tuple[int, ...]
 
 
-class DrawEpoch(Request[Epoch], frozen=True):
-    """A starting trainer takes over; `at_least` is its checkpoint's epoch + 1. `step` is the checkpoint's step: it is committed if it was not yet."""
+class DrawTerm(Request[Term], frozen=True):
+    """A starting trainer takes over; `at_least` is its checkpoint's term + 1. `step` is the checkpoint's step: it is committed if it was not yet."""
 
     at_least: int
     step: int
@@ -310,7 +310,7 @@ class Claim(Request[Batch | NotReady], frozen=True):
 
     idempotent: ClassVar[bool] = True
     step: int
-    epoch: int
+    term: int
     groups: int
     wait_s: float = 10.0
     ess: float = 1.0
@@ -324,15 +324,15 @@ class Advance(Request[PolicyState], frozen=True):
 
     idempotent: ClassVar[bool] = True
     step: int
-    epoch: int
+    term: int
 
 
 class StepRaised(Request[Ack], frozen=True):
-    """Training on `step` raised `error`; counts once per epoch. A death of the trainer is not reported here, and does not count."""
+    """Training on `step` raised `error`; counts once per term. A death of the trainer is not reported here, and does not count."""
 
     idempotent: ClassVar[bool] = True
     step: int
-    epoch: int
+    term: int
     error: str
 
 
@@ -341,7 +341,7 @@ class Commit(Request[Ack], frozen=True):
 
     idempotent: ClassVar[bool] = True
     step: int
-    epoch: int
+    term: int
 
 
 class EvalResult(Message, frozen=True):

@@ -8,10 +8,10 @@ from rubato.bus.message import Message, Request
 
 
 class WeightsPublished(Message, frozen=True):
-    """Version `version` of an adapter's weights can be received; a higher `epoch` replaces the same version."""
+    """Version `version` of an adapter's weights can be received; a higher `term` replaces the same version."""
 
     version: int
-    epoch: int
+    term: int
     digest: str
     """Of the whole version; empty where its transport has none."""
     size_bytes: int
@@ -35,7 +35,7 @@ class WeightsTaken(Message, frozen=True):
 
     engine: str
     version: int
-    epoch: int
+    term: int
     digest: WeightsDigest | None = None
     """None: its class can't tell."""
     adapter: str = ""
@@ -49,12 +49,12 @@ class WeightsHeld(Message, frozen=True):
 
 
 class HoldWeights(Request[WeightsHeld], frozen=True):
-    """Swap in nothing newer than `version` of `epoch` for `for_s` from now: an evaluation runs under it. 0 lets go.
+    """Swap in nothing newer than `version` of `term` for `for_s` from now: an evaluation runs under it. 0 lets go.
 
-    Answered once the version is in place, and the proxies know. A higher epoch ends the hold.
+    Answered once the version is in place, and the proxies know. A higher term ends the hold.
     """
 
     idempotent: ClassVar[bool] = True
     version: int
-    epoch: int
+    term: int
     for_s: float

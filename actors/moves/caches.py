@@ -34,9 +34,9 @@ class Caches:
         self.link = Rate()
         """Of caches that come here."""
 
-    def keep(self, request_id: str, cache: Cache, epoch: int = 0) -> None:
-        """`epoch` is of the move that it is for; 0 where it is handed over."""
-        key = (request_id, epoch)
+    def keep(self, request_id: str, cache: Cache, number: int = 0) -> None:
+        """`number` is of the move that it is for; 0 where it is handed over."""
+        key = (request_id, number)
         if len(self._kept) < self._most or key in self._kept:
             self._kept[key] = cache
             self._look()
@@ -46,9 +46,9 @@ class Caches:
         self._kept.clear()
         self._look()
 
-    def take(self, request_id: str, epoch: int = 0) -> Cache | None:
+    def take(self, request_id: str, number: int = 0) -> Cache | None:
         """It is kept no more."""
-        cache = self._kept.pop((request_id, epoch), None)
+        cache = self._kept.pop((request_id, number), None)
         self._look()
         return cache
 
@@ -64,21 +64,21 @@ class Caches:
 
     def give(self, asked: FetchCache) -> CachePart:
         """The answer to an engine that asks. With its last part a cache is kept no more."""
-        cache, end = self._kept.get((asked.request_id, asked.epoch)), asked.offset + PART_BYTES
+        cache, end = self._kept.get((asked.request_id, asked.number)), asked.offset + PART_BYTES
         if cache is None:
             return CachePart(Buffer(b""))
         if end >= len(cache.data):
-            self.take(asked.request_id, asked.epoch)
+            self.take(asked.request_id, asked.number)
         return CachePart(Buffer(cache.data[asked.offset : end]), len(cache.data), cache.version, cache.shape, cache.dtype)
 
-    async def fetch(self, source: "Ref", request_id: str, epoch: int = 0) -> Cache | None:
+    async def fetch(self, source: "Ref", request_id: str, number: int = 0) -> Cache | None:
         """The whole cache; None where it is gone, or not the same any more, or its engine is gone."""
         loop, cache = asyncio.get_running_loop(), None
         began = loop.time()
         self._fetching += 1
         self._look()
         try:
-            cache = await _fetched(source, request_id, epoch)
+            cache = await _fetched(source, request_id, number)
         except* (AskFailed, _NotThere):
             pass
         finally:
@@ -93,14 +93,14 @@ class _NotThere(Exception):
     """The cache is gone, or another one has taken the place of that whose first part came."""
 
 
-async def _fetched(source: "Ref", request_id: str, epoch: int) -> Cache:
+async def _fetched(source: "Ref", request_id: str, number: int) -> Cache:
     """The first part tells how many there are; the others are asked for in their order, `PARTS_AT_ONCE` under way.
 
     Raises AskFailed or _NotThere, or a group of those.
     """
 
     async def ask(offset: int) -> CachePart:
-        part = await source.ask(FetchCache(request_id, epoch, offset), timeout=PART_S, retry=False)
+        part = await source.ask(FetchCache(request_id, number, offset), timeout=PART_S, retry=False)
         if not len(part.data) or len(part.data) != min(PART_BYTES, part.size_bytes - offset):
             raise _NotThere
         return part

@@ -37,11 +37,11 @@ FATES_KEPT = 1024
 
 
 class OutgoingMove:
-    """One request of one epoch, between export and its fate."""
+    """One request of one number, between export and its fate."""
 
-    def __init__(self, epoch: int) -> None:
+    def __init__(self, number: int) -> None:
         loop = asyncio.get_running_loop()
-        self.epoch = epoch
+        self.number = number
         self.taken: asyncio.Future[bool] = loop.create_future()
         """Its fate: True where the target goes on with it, False where this engine does."""
         self._timer = loop.call_later(HOLD_S, self.settle, False)
@@ -91,9 +91,9 @@ class Departures:
         if EXPORT not in capabilities(engine):
             return NotMoved(f"{name} can't give a request away: its engine has not the capability {EXPORT}")
         before = self._parked.get(order.request_id)
-        if before is not None and (order.epoch <= before.epoch or not before.is_decided):
-            return NotMoved(f"{order.request_id} moves already, or had an order of a later epoch")
-        leaving.parked, leaving.target = OutgoingMove(order.epoch), order.target
+        if before is not None and (order.number <= before.number or not before.is_decided):
+            return NotMoved(f"{order.request_id} moves already, or had an order of a later number")
+        leaving.parked, leaving.target = OutgoingMove(order.number), order.target
         leaving.exported = asyncio.get_running_loop().create_future()
         parked = leaving.parked
         self._remember(order.request_id, parked)
@@ -125,15 +125,15 @@ class Departures:
             self._bytes_per_token = len(work.cache.data) / work.cache.num_tokens
             self._exports.saw(len(work.cache.data), loop.time() - began)
             if not shared.run.done():
-                self._caches.keep(order.request_id, work.cache, order.epoch)
+                self._caches.keep(order.request_id, work.cache, order.number)
         exported.set_result(work._replace(cache=None))
         self._actor.log.info("request_parked", request=order.request_id, target=order.target, why=plan.why)
         return MovePrepared(work.resumed, self._actor.incarnation, plan.why)
 
-    def keep(self, request_id: str, epoch: int) -> None:
+    def keep(self, request_id: str, number: int) -> None:
         """The move is off."""
         parked = self._parked.get(request_id)
-        if parked is not None and parked.epoch == epoch:
+        if parked is not None and parked.number == number:
             parked.settle(False)
 
     def take(self, request: TakeMove) -> Ack | NotMoved:
@@ -141,7 +141,7 @@ class Departures:
         parked = self._parked.get(request.request_id)
         if parked is None and request.incarnation != self._actor.incarnation:
             return Ack()
-        if parked is None or parked.epoch != request.epoch or not parked.settle(True):
+        if parked is None or parked.number != request.number or not parked.settle(True):
             return NotMoved(f"{request.request_id} stays on {self._actor.name}")
         return Ack()
 
@@ -172,7 +172,7 @@ class Departures:
             if isinstance(reply, NotMoved):
                 return None
             if reply is not None:
-                return work._replace(cache=await self._caches.fetch(self._actor.ref(moved.source), request_id, moved.epoch))
+                return work._replace(cache=await self._caches.fetch(self._actor.ref(moved.source), request_id, moved.number))
             if loop.time() > give_up_at:
                 return None
             await asyncio.sleep(PAUSE_S)
@@ -180,7 +180,7 @@ class Departures:
 
     async def _take(self, moved: MovedFrom, request_id: str) -> Ack | NotMoved | None:
         """None where the source could not be reached."""
-        request = TakeMove(request_id, moved.epoch, moved.incarnation)
+        request = TakeMove(request_id, moved.number, moved.incarnation)
         try:
             return await self._actor.ref(moved.source).ask(request, timeout=TAKE_S, retry=False)
         except AskFailed:
@@ -218,7 +218,7 @@ class EngineMoves(EngineHook):
 
     @handler(concurrency=64)
     async def abort_move(self, request: AbortMove) -> Ack:
-        self.departures.keep(request.request_id, request.epoch)
+        self.departures.keep(request.request_id, request.number)
         return Ack()
 
     @handler(concurrency=64)
@@ -275,7 +275,7 @@ class EngineMoves(EngineHook):
         if await asyncio.shield(parked.taken):
             return HandedOver(request_id, shared.tokens, leaving.target)
         leaving.parked = None
-        return work and work._replace(cache=self.caches.take(request_id, parked.epoch))
+        return work and work._replace(cache=self.caches.take(request_id, parked.number))
 
     def aborted(self, shared: "EngineRequest") -> None:
         if (parked := self.leaving(shared).parked) is not None:
@@ -284,7 +284,7 @@ class EngineMoves(EngineHook):
     def ended(self, shared: "EngineRequest") -> None:
         parked = self.leaving(shared).parked
         if parked is not None and not parked.settle(False):
-            self.caches.take(shared.request.request_id, parked.epoch)
+            self.caches.take(shared.request.request_id, parked.number)
 
     def swapped(self) -> None:
         self.caches.forget()

@@ -21,7 +21,7 @@ class Orders(EngineHook):
     def __init__(self, worker: "EngineWorker") -> None:
         super().__init__(worker)
         self._turn = asyncio.Lock()
-        self._epoch = -1
+        self._term = -1
         """The latest of all orders that were carried out."""
         self._falls_asleep = False
         """It is to take no new request from now on, though it may still compute."""
@@ -47,13 +47,13 @@ class Orders(EngineHook):
         async with self._turn:
             try:
                 match order:
-                    case SleepEngine(level, epoch):
-                        self._check(epoch or self._epoch)
+                    case SleepEngine(level, term):
+                        self._check(term or self._term)
                         seconds = await self._sleep(engine, level)
-                    case WakeEngine(epoch):
-                        seconds = await self._wake(engine, epoch)
-                    case Reconfigure(degree, epoch):
-                        seconds = await self._reconfigure(engine, degree, epoch)
+                    case WakeEngine(term):
+                        seconds = await self._wake(engine, term)
+                    case Reconfigure(degree, term):
+                        seconds = await self._reconfigure(engine, degree, term)
             except EngineDead:
                 raise
             except EngineError as error:
@@ -61,7 +61,7 @@ class Orders(EngineHook):
             finally:
                 self._falls_asleep = False
                 await self.worker.tell_proxies()
-            self._epoch = max(self._epoch, order.epoch)
+            self._term = max(self._term, order.term)
             return Obeyed(self.worker.info(), seconds)
 
     async def _sleep(self, engine: Engine, level: int) -> float:
@@ -70,16 +70,16 @@ class Orders(EngineHook):
         await self.worker.tell_proxies()
         return await engine.sleep(level)
 
-    async def _wake(self, engine: Engine, epoch: int) -> float:
-        self._check(epoch or self._epoch)
+    async def _wake(self, engine: Engine, term: int) -> float:
+        self._check(term or self._term)
         require(engine, SLEEP)
         return await engine.wake()
 
-    async def _reconfigure(self, engine: Engine, degree: int, epoch: int) -> float:
+    async def _reconfigure(self, engine: Engine, degree: int, term: int) -> float:
         require(engine, RECONFIGURE)
-        self._check(epoch)
+        self._check(term)
         return 0.0 if degree == engine.load().degree else await engine.reconfigure(degree)
 
-    def _check(self, epoch: int) -> None:
-        if epoch < self._epoch:
-            raise EngineError(f"refused an order of epoch {epoch}: {self.worker.name} has carried out one of epoch {self._epoch}")
+    def _check(self, term: int) -> None:
+        if term < self._term:
+            raise EngineError(f"refused an order of term {term}: {self.worker.name} has carried out one of term {self._term}")

@@ -32,7 +32,7 @@ MOVE_S = 20.0
 class PendingMove:
     """A request that its source has parked, while the target is asked to take it from there: `shared.second` is its ask of the source."""
 
-    epoch: int
+    number: int
     over: "asyncio.Future[bool]"
     """Whether it moved."""
 
@@ -50,8 +50,8 @@ class Moves(ProxyHook):
     @handler(concurrency=64)
     async def ordered(self, request: Move) -> Moved | NotMoved:
         """Answered once another engine has the request, or it is clear that none will; who asked for it hears of neither."""
-        if self.proxy.hook(plugins.SURVEYS).is_old(request.epoch):
-            return NotMoved(f"an order of epoch {request.epoch}: a later orchestrator is at work")
+        if self.proxy.hook(plugins.SURVEYS).is_old(request.term):
+            return NotMoved(f"an order of term {request.term}: a later orchestrator is at work")
         return await self.move(request)
 
     async def move(self, order: Move) -> Moved | NotMoved:
@@ -84,25 +84,25 @@ class Moves(ProxyHook):
 
     async def _move(self, shared: ProxyRequest, ask: EngineAsk, target: EngineSeat) -> Moved | NotMoved:
         self._num += 1
-        epoch = (self.proxy.incarnation << 24) + self._num
+        number = (self.proxy.incarnation << 24) + self._num
         request_id, source = shared.request.request_id, ask.seat
-        order = PrepareMove(request_id, epoch, target.name, target.info.version)
+        order = PrepareMove(request_id, number, target.name, target.info.version)
         try:
             prepared = await source.ref.ask(order, timeout=PREPARE_S, retry=False)
         except AskFailed as error:
-            await self._call_off(source, request_id, epoch)
+            await self._call_off(source, request_id, number)
             return NotMoved(f"{source.name} did not park {request_id}: {error}")
         if not isinstance(prepared, MovePrepared):
             return prepared
         left = self._placement.seats.get(target.name) is not target
         if shared.asked is not ask or ask.future.done() or shared.abort_reason or left:
-            await self._call_off(source, request_id, epoch)
+            await self._call_off(source, request_id, number)
             return NotMoved(f"{request_id} was no longer on {source.name}, or {target.name} left")
         shared.tokens = prepared.tokens
         over: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        shared.second, shared.settles = ask, partial(self._settles, shared, PendingMove(epoch, over))
+        shared.second, shared.settles = ask, partial(self._settles, shared, PendingMove(number, over))
         self._placement.take(shared, target)
-        route, moved = self._placement.picker.route(shared, target), MovedFrom(source.name, prepared.incarnation, epoch)
+        route, moved = self._placement.picker.route(shared, target), MovedFrom(source.name, prepared.incarnation, number)
         self.proxy.ask(target, shared, msgspec.structs.replace(route, moved=moved, cache_at=""))
         return await self._outcome(shared, over, target)
 
@@ -117,10 +117,10 @@ class Moves(ProxyHook):
         self.proxy.log.info("request_moved", request=request_id, target=target.name, moved=moved)
         return Moved(target.name) if moved else NotMoved(f"{target.name} did not take {request_id}: it stays, or is over")
 
-    async def _call_off(self, source: EngineSeat, request_id: str, epoch: int) -> None:
+    async def _call_off(self, source: EngineSeat, request_id: str, number: int) -> None:
         """The source goes on now; where it does not hear of this, it does once no target came for the request."""
         try:
-            await source.ref.ask(AbortMove(request_id, epoch), timeout=PREPARE_S, retry=False)
+            await source.ref.ask(AbortMove(request_id, number), timeout=PREPARE_S, retry=False)
         except AskFailed as error:
             self.proxy.log.info("move_not_called_off", engine=source.name, request=request_id, error=str(error))
 
@@ -165,7 +165,7 @@ class Moves(ProxyHook):
         self._stand_on(shared, source)
         self._placement.release(target.seat, shared)
         move.over.set_result(False)
-        call_off = self._call_off(source.seat, shared.request.request_id, move.epoch)
+        call_off = self._call_off(source.seat, shared.request.request_id, move.number)
         self.proxy.spawn(call_off, name=f"{self.proxy.name}.call_off.{source.seat.name}")
         return False
 

@@ -24,7 +24,7 @@ CARRIED_S = 20.0
 
 
 class SwitchCircuits:
-    """Of one orchestrator. Each ask has an epoch of its own, above those of every orchestrator before."""
+    """Of one orchestrator. Each ask has a number of its own, above those of every orchestrator before."""
 
     def __init__(self, actor: Actor) -> None:
         self._actor = actor
@@ -36,15 +36,15 @@ class SwitchCircuits:
 
         `switches` (or moves) that are made under them are named in the wait that others see. The circuits are given back afterwards.
         """
-        epoch = await self._agree(switches, tuple(traffic)) if traffic and self._actor.peers(CONTROLLER) else 0
+        number = await self._agree(switches, tuple(traffic)) if traffic and self._actor.peers(CONTROLLER) else 0
         try:
             yield
-            if epoch:
+            if number:
                 await self._carried({source for source, _, _ in traffic})
                 await self._carried({target for _, target, _ in traffic})
         finally:
-            if epoch:
-                await self._release(epoch)
+            if number:
+                await self._release(number)
 
     async def _carried(self, engines: Collection[str]) -> None:
         """A request is its target's before its cache is there: waits for the caches, as long as they may be expected to need circuits."""
@@ -57,38 +57,38 @@ class SwitchCircuits:
             self._actor.log.info("caches_not_awaited", error=str(error))
 
     async def _agree(self, switches: Sequence[str], traffic: tuple[Demand, ...]) -> int:
-        """The epoch of circuits that are lit; 0 where there are none."""
+        """The number of circuits that are lit; 0 where there are none."""
         self._num += 1
         switch = "; ".join(switches)
-        epoch = (self._actor.incarnation << 24) + self._num
+        number = (self._actor.incarnation << 24) + self._num
         controller = self._actor.ref(CONTROLLER)
         try:
-            promised = await controller.ask(AskCircuits(epoch, traffic, MOST_WAIT_S), timeout=ANSWER_S, retry=False)
+            promised = await controller.ask(AskCircuits(number, traffic, MOST_WAIT_S), timeout=ANSWER_S, retry=False)
             if isinstance(promised, CircuitsPromised):
                 detail = f"{switch} waits for circuits, ready in {1e3 * promised.ready_in_s:.0f} ms"
                 with self._actor.waits.on("circuits", holder=CONTROLLER, detail=detail):
                     async with asyncio.timeout(promised.ready_in_s + ANSWER_S):
-                        lit = await controller.ask(AwaitCircuits(epoch), timeout=MOST_WAIT_S + ANSWER_S, retry=False)
+                        lit = await controller.ask(AwaitCircuits(number), timeout=MOST_WAIT_S + ANSWER_S, retry=False)
                 why_not = lit.why if isinstance(lit, NoCircuits) else ""
             else:
                 why_not = promised.why
         except (AskFailed, TimeoutError) as error:
             why_not = str(error) or f"{CONTROLLER} did not light them in time"
-            await self._release(epoch)
+            await self._release(number)
         except asyncio.CancelledError:
-            await self._release(epoch)
+            await self._release(number)
             raise
         circuits = "electrical path" if why_not else "lit"
-        self._actor.log.info("switch_agreed", switch=switch, epoch=epoch, circuits=circuits, why=why_not, traffic=traffic)
+        self._actor.log.info("switch_agreed", switch=switch, number=number, circuits=circuits, why=why_not, traffic=traffic)
         self._actor.metrics.count("orchestrator/electrical" if why_not else "orchestrator/circuits", len(switches))
         if why_not:
             return 0
-        self._actor.metrics.gauge("orchestrator/epoch", epoch)
-        return epoch
+        self._actor.metrics.gauge("orchestrator/agreed", number)
+        return number
 
-    async def _release(self, epoch: int) -> None:
+    async def _release(self, number: int) -> None:
         """Where the controller can't be told, the next phase brings its own circuits."""
         try:
-            await self._actor.ref(CONTROLLER).tell(ReleaseCircuits(epoch))
+            await self._actor.ref(CONTROLLER).tell(ReleaseCircuits(number))
         except AskFailed as error:
-            self._actor.log.info("circuits_not_released", epoch=epoch, error=str(error))
+            self._actor.log.info("circuits_not_released", number=number, error=str(error))

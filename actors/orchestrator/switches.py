@@ -58,7 +58,7 @@ class Reshape(NamedTuple):
 
 
 class Commands:
-    """Of one orchestrator: each bears its epoch, and has no effect once a later one asked."""
+    """Of one orchestrator: each bears its term, and has no effect once a later one asked."""
 
     def __init__(self, actor: Actor) -> None:
         self._actor = actor
@@ -76,18 +76,18 @@ class Commands:
         return _joined(found | rollouts)
 
     async def _survey(self) -> dict[str, Surveyed]:
-        epoch, proxies = self._actor.incarnation, self._actor.peers("llm_proxy")
-        asks = [self._ask(proxy, Survey(epoch, self._after.get(proxy, 0)), SURVEY_S) for proxy in proxies]
+        term, proxies = self._actor.incarnation, self._actor.peers("llm_proxy")
+        asks = [self._ask(proxy, Survey(term, self._after.get(proxy, 0)), SURVEY_S) for proxy in proxies]
         found: dict[str, Surveyed] = {}
         for proxy, reply in zip(proxies, await asyncio.gather(*asks), strict=True):
             if isinstance(reply, OutOfDate):
-                raise Superseded(f"the orchestrator of epoch {reply.epoch} has taken over from {self._actor.name}")
+                raise Superseded(f"the orchestrator of term {reply.term} has taken over from {self._actor.name}")
             found[proxy] = reply
         return found
 
     async def _rollouts(self) -> dict[str, Surveyed]:
-        epoch, managers = self._actor.incarnation, self._actor.peers("env_manager")
-        asks = [self._ask(each, Survey(epoch, self._after.get(each, 0)), SURVEY_S) for each in managers]
+        term, managers = self._actor.incarnation, self._actor.peers("env_manager")
+        asks = [self._ask(each, Survey(term, self._after.get(each, 0)), SURVEY_S) for each in managers]
         replies = await asyncio.gather(*asks, return_exceptions=True)
         for reply in replies:
             if isinstance(reply, BaseException) and not isinstance(reply, CommandFailed):
@@ -129,7 +129,7 @@ class Commands:
         moved: list[str] = []
         try:
             moved += await self._empty(to_sleep, change, meanwhile=True)
-            await all_tried(self._be(name, SleepEngine(epoch=self._actor.incarnation)) for name in to_sleep)
+            await all_tried(self._be(name, SleepEngine(term=self._actor.incarnation)) for name in to_sleep)
             moved += await self._empty(to_sleep, change)
             await self.shape(change.wanted, before)
         except Superseded:
@@ -142,16 +142,14 @@ class Commands:
 
     async def shape(self, wanted: Mapping[str, Shape], before: Mapping[str, Shape]) -> None:
         """First what frees GPUs, then what takes them. Raises CommandFailed."""
-        epoch = self._actor.incarnation
+        term = self._actor.incarnation
         awake = [name for name, want in wanted.items() if not want.asleep]
         smaller = [name for name in awake if not before[name].asleep and wanted[name].degree < before[name].degree]
-        await all_tried(self._be(name, Reconfigure(wanted[name].degree, epoch)) for name in smaller)
-        await all_tried(
-            self._be(name, SleepEngine(epoch=epoch)) for name, want in wanted.items() if want.asleep and not before[name].asleep
-        )
-        await all_tried(self._be(name, WakeEngine(epoch)) for name in awake if before[name].asleep)
+        await all_tried(self._be(name, Reconfigure(wanted[name].degree, term)) for name in smaller)
+        await all_tried(self._be(name, SleepEngine(term=term)) for name, want in wanted.items() if want.asleep and not before[name].asleep)
+        await all_tried(self._be(name, WakeEngine(term)) for name in awake if before[name].asleep)
         others = [name for name in awake if name not in smaller and wanted[name].degree != before[name].degree]
-        await all_tried(self._be(name, Reconfigure(wanted[name].degree, epoch)) for name in others)
+        await all_tried(self._be(name, Reconfigure(wanted[name].degree, term)) for name in others)
 
     async def _take_back(self, before: Mapping[str, Shape]) -> None:
         try:

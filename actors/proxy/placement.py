@@ -143,7 +143,7 @@ class Line(Generic[T]):
             members.append((number, one))
 
     def lanes(self) -> list[Lane]:
-        """By rank, and of equal rank those whose first came earliest: without anybody who is held up, that is the order of a single line."""
+        """By rank, and of equal rank those whose first came earliest: where none is held up, that is the order of a single line."""
         if len(self._lanes) <= 1:
             return list(self._lanes)
         return sorted(self._lanes, key=lambda lane: (lane.rank, self._lanes[lane][0][0]))

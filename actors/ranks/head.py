@@ -102,7 +102,7 @@ class RankedEngine:
         self.shares = shares_of(
             self._members, {name: (reply.num_bytes, reply.section_bytes) for name, reply in zip(self._members, told, strict=True)}
         )
-        return loaded.step, loaded.epoch
+        return loaded.step, loaded.trainer_term
 
     def train(self, step: int, groups: Sequence[Sequence[Trajectory]]) -> StepResult:
         request = TrainShare(self._term, step, Buffer(msgspec.msgpack.encode(groups)))
@@ -164,10 +164,10 @@ class RankedEngine:
         writing = [name for share in self.shares for name in share.begins]
         await self._ask(lambda name: WriteWeights(self._term, draft.segment, len(draft.memory)), writing)
 
-    async def write_parts(self, name: str, version: int, epoch: int) -> None:
+    async def write_parts(self, name: str, version: int, term: int) -> None:
         """Have each rank write its rows into a part that is drafted on its host; `train` may follow."""
         shares = self.shares
-        drafted = await self._of_shares(lambda of: DraftPart(self._term, part_name(name, of.number), version, epoch, of.size_bytes))
+        drafted = await self._of_shares(lambda of: DraftPart(self._term, part_name(name, of.number), version, term, of.size_bytes))
         requests = {
             rank: WriteSection(self._term, reply.segment, share.size_bytes, begin)
             for share, reply in zip(shares, drafted, strict=True)
@@ -192,11 +192,11 @@ class RankedEngine:
         requests = {share.first: request_of(share) for share in self.shares}
         return await self._ask(requests.__getitem__, [*requests])
 
-    def snapshot(self, *, epoch: int, receipts: Sequence[bytes] = ()) -> Callable[[Path], None]:
-        taken = self._all(lambda name: TakeRows(self._term, epoch))
+    def snapshot(self, *, term: int, receipts: Sequence[bytes] = ()) -> Callable[[Path], None]:
+        taken = self._all(lambda name: TakeRows(self._term, term))
         copied = {name: of.num_bytes for name, of in zip(self._members, taken, strict=True) if name in self._far}
         fill = partial(self._write_rows, taken[0].sizes, copied)
-        return partial(checkpoints.write, files=taken[0].files, step=self._step, epoch=epoch, receipts=receipts, fill=fill)
+        return partial(checkpoints.write, files=taken[0].files, step=self._step, term=term, receipts=receipts, fill=fill)
 
     def _write_rows(self, sizes: Mapping[str, int], copied: Mapping[str, int], folder: Path) -> dict[str, str]:
         near = [name for name in self._members if name not in self._far]

@@ -27,8 +27,8 @@ class HostPart:
 
     @classmethod
     async def drafted(cls, actor: "Actor", request: DraftPart) -> "HostPart":
-        info = BlobInfo(request.name, request.version, request.epoch, "", request.size_bytes)
-        return cls(await actor.blobs.draft(info.name, info.version, info.epoch, info.size_bytes), info)
+        info = BlobInfo(request.name, request.version, request.trainer_term, "", request.size_bytes)
+        return cls(await actor.blobs.draft(info.name, info.version, info.term, info.size_bytes), info)
 
     @cached_property
     def pieces(self) -> list[Found]:

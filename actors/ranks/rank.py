@@ -111,7 +111,7 @@ class RankEngine(TrainEngine, Protocol):
         """Write these pieces, one after another. Raises TrainError where a tensor holds NaN or infinity."""
         ...
 
-    def saved(self, epoch: int) -> RowsSaved: ...
+    def saved(self, term: int) -> RowsSaved: ...
     def exchanged(self) -> tuple[int, int]:
         """Bytes sent to the next rank since the last call, as StepTrained has them."""
         ...
@@ -270,10 +270,10 @@ class TrainRank(Actor):
         model = Path(request.model) if request.model else self.run.folder / self.config.model.path
 
         def load(engine: RankEngine) -> RankLoaded:
-            step, epoch = engine.load(model, checkpoint)
+            step, term = engine.load(model, checkpoint)
             self._pieces = parts.joined(engine.pieces())
             num_bytes = sum(num for _, num in self._pieces)
-            return RankLoaded(step, epoch, engine.image_bytes(), num_bytes, parts.section_bytes(self._pieces) if num_bytes else 0)
+            return RankLoaded(step, term, engine.image_bytes(), num_bytes, parts.section_bytes(self._pieces) if num_bytes else 0)
 
         return await self._called(request.term, load)
 
@@ -313,7 +313,7 @@ class TrainRank(Actor):
         def take(engine: RankEngine) -> RowsTaken:
             self._rows = None  # those of before are written: there is memory for one copy
             self._copied = None
-            self._rows = rows = engine.saved(request.epoch)
+            self._rows = rows = engine.saved(request.trainer_term)
             self._copied = copied = CopiedRows.of({file: of.pieces() for file, of in rows.rows.items()})
             return RowsTaken({file: of.size_bytes for file, of in rows.rows.items()}, dict(rows.files), copied.num_bytes)
 

@@ -101,8 +101,8 @@ class TorchRank(TorchTrainEngine):
         gathered, reduced, self._gathered, self._reduced = self._gathered, self._reduced, 0, 0
         return (gathered + reduced) * (shard - 1) // shard, 2 * reduced // shard * (replicate - 1) // replicate
 
-    def saved(self, epoch: int) -> Saved:
-        """What is to be written of the present state; `epoch` stands in the manifest."""
+    def saved(self, term: int) -> Saved:
+        """What is to be written of the present state; `term` stands in the manifest."""
         kept = {name: tensor.detach() for name, tensor in self._kept().items()}
         rows, index = dict[str, TakenRows](), dict[str, str]()
         files = _files(kept)

@@ -25,8 +25,7 @@ from rubato.actors.messages.samples import (
     Claim,
     Close,
     Commit,
-    DrawEpoch,
-    Epoch,
+    DrawTerm,
     EvalResult,
     Evaluate,
     GiveUp,
@@ -36,6 +35,7 @@ from rubato.actors.messages.samples import (
     RenewLeases,
     StepRaised,
     Stored,
+    Term,
     Ticket,
     Tickets,
     Trajectory,
@@ -82,8 +82,8 @@ BARREN_TOLD = 8
 """After so many groups in a row that came to nothing, each with too few scored members, the user is told, once; of others after a batch's
 worth of them."""
 
-EPOCH = "samples/epoch"
-"""Counter of trainers' epochs: it leaps where the Store forgot, so none is drawn twice."""
+TERM = "samples/epoch"
+"""Counter of trainers' terms: it leaps where the Store forgot, so none is drawn twice."""
 
 
 DIGITS, MOST_FLAWS = re.compile(r"[-+.\d]+"), 5
@@ -233,20 +233,20 @@ class SampleBuffer(Actor):
     # -- the trainer --------------------------------------------------------------------------------------------
 
     @handler(concurrency=16)
-    async def draw_epoch(self, request: DrawEpoch) -> Epoch:
+    async def draw_term(self, request: DrawTerm) -> Term:
         """A trainer takes over from its checkpoint of `request.step`, which is committed here if it was not."""
         async with self._claiming:
-            drawn = await self._journal.retried(lambda: self.store.increment(EPOCH, at_least=request.at_least))
-            epoch = max(drawn, self._groups.training.epoch + 1)
+            drawn = await self._journal.retried(lambda: self.store.increment(TERM, at_least=request.at_least))
+            term = max(drawn, self._groups.training.term + 1)
             await self._cover(request.step)
-            self._groups.take_over(epoch, request.step)
+            self._groups.take_over(term, request.step)
             if dropped := self._groups.drop_bound(self._most_alpha):
                 what = f"step {dropped[0]}" if len(dropped) == 1 else f"steps {dropped[0]} to {dropped[-1]}"
                 self.notice(f"{what} had samples that staleness.alpha={self._most_alpha} makes too old: they are sampled anew")
             self._wake()
             await self._journal.sync()
-        begun = Epoch(epoch=epoch, committed=self._groups.training.committed, bound=tuple(sorted(self._groups.steps)))
-        self.log.info("epoch_drawn", epoch=epoch, committed=begun.committed, bound=begun.bound)
+        begun = Term(term=term, committed=self._groups.training.committed, bound=tuple(sorted(self._groups.steps)))
+        self.log.info("term_drawn", term=term, committed=begun.committed, bound=begun.bound)
         return begun
 
     @handler(concurrency=16)
@@ -270,7 +270,7 @@ class SampleBuffer(Actor):
     @handler(concurrency=16)
     async def advance(self, request: Advance) -> PolicyState:
         groups, before = self._groups, self._groups.training.version
-        groups.check_epoch(request.epoch)
+        groups.check_term(request.term)
         groups.advance(request.step)
         groups.drop_old(min_version(groups.base + 1, groups.alpha))
         self._wake()
@@ -282,10 +282,10 @@ class SampleBuffer(Actor):
 
     @handler(concurrency=16)
     async def commit(self, request: Commit) -> Ack:
-        self._groups.check_epoch(request.epoch)
+        self._groups.check_term(request.term)
         await self._cover(request.step)
-        self._groups.check_epoch(request.epoch)
-        self._groups.commit(request.step, request.epoch)
+        self._groups.check_term(request.term)
+        self._groups.commit(request.step, request.term)
         self._groups.advance(request.step)
         self._wake()
         gauges(self._groups, self.metrics)
@@ -294,8 +294,8 @@ class SampleBuffer(Actor):
 
     @handler(concurrency=16)
     async def step_raised(self, request: StepRaised) -> Ack:
-        self._groups.check_epoch(request.epoch)
-        poisoned = self._groups.raised(request.step, request.epoch)
+        self._groups.check_term(request.term)
+        poisoned = self._groups.raised(request.step, request.term)
         self.log.error("step_raised", step=request.step, error=request.error, poisoned=len(poisoned))
         if poisoned:
             self.spawn(self._tell_poisoned(request, len(poisoned)), name="poisoned")
@@ -439,7 +439,7 @@ class SampleBuffer(Actor):
     async def _claim(self, request: Claim) -> Batch | HandOver:
         """The batch of a step, bound now or before, or why there is none. A trainer that claims a step has trained those before."""
         groups = self._groups
-        groups.check_epoch(request.epoch)
+        groups.check_term(request.term)
         groups.advance(request.step - 1)
         groups.asked(request.step, request.ess, request.kl)
         self._freed()
@@ -459,14 +459,14 @@ class SampleBuffer(Actor):
             self._lose_gone(bound, found)
         await self._journal.sync()
         gauges(groups, self.metrics)
-        ends, training = tuple(end for group in bound for end in group.ends(request.epoch)), groups.training
+        ends, training = tuple(end for group in bound for end in group.ends(request.term)), groups.training
         receipt = msgspec.msgpack.encode(Receipt(request.step, training.cursor, ends, groups.record().policies))
         return Batch.of(request.step, samples, receipt, groups.figures(request.step))
 
     async def _bind(self, request: Claim, chosen: list[Group]) -> list[list[bytes]] | None:
         """The payloads of the chosen groups, which are bound now; None where some are gone, or something came between."""
         found = await self._payloads.of(chosen)
-        self._groups.check_epoch(request.epoch)
+        self._groups.check_term(request.term)
         if any(group.state != "ready" for group in chosen):
             return None
         if self._lose_gone(chosen, found):

@@ -45,7 +45,7 @@ MIN_SCORED = 2
 
 
 class SampleEnd(msgspec.Struct, frozen=True, array_like=True):
-    """One sample's end: an entry of the log that samples.jsonl tells. `step` and `epoch` are 0 where it was not trained."""
+    """One sample's end: an entry of the log that samples.jsonl tells. `step` and `term` are 0 where it was not trained."""
 
     trajectory_id: str
     group_id: str
@@ -53,7 +53,7 @@ class SampleEnd(msgspec.Struct, frozen=True, array_like=True):
     row: int
     fate: str
     step: int
-    epoch: int
+    term: int
     outcome: Outcome
     reason: str
     task: str = ""
@@ -115,7 +115,7 @@ class Training(msgspec.Struct):
     """The newest published weights: steps trained so far."""
     committed: int = 0
     """Steps that a durable checkpoint covers."""
-    epoch: int = 0
+    term: int = msgspec.field(default=0, name="epoch")
     cursor: int = 0
     """Groups admitted so far: the next one's number."""
     tasks: dict[str, TaskCursor] = {}
@@ -126,8 +126,8 @@ class Training(msgspec.Struct):
     """The step in which training raised last."""
     raises: int = 0
     """How often it did in that step."""
-    raised_epoch: int = 0
-    """The epoch in which it raised last."""
+    raised_term: int = msgspec.field(default=0, name="raised_epoch")
+    """The term in which it raised last."""
     tally: Tally = msgspec.field(default_factory=Tally)
     barren: Barren = msgspec.field(default_factory=Barren)
     policies: dict[str, PolicyRecord] = {}
@@ -139,11 +139,11 @@ class Training(msgspec.Struct):
         self.cursor += 1
         return drawn
 
-    def note_raise(self, step: int, epoch: int) -> bool:
+    def note_raise(self, step: int, term: int) -> bool:
         """Training on `step` raised; whether that is not tried again."""
         self.raises = self.raises + 1 if self.raised_step == step else 1
         self.raised_step = step
-        self.raised_epoch = epoch
+        self.raised_term = term
         return self.raises >= POISON_RAISES
 
 
@@ -290,10 +290,10 @@ class Group(msgspec.Struct, array_like=True):
         self._expect("trained")
         self.state = "bound"
 
-    def commit(self, epoch: int) -> list[SampleEnd]:
+    def commit(self, term: int) -> list[SampleEnd]:
         """A durable checkpoint covers its step."""
         self._expect("bound", "trained")
-        return self._end(self.verdict, epoch)
+        return self._end(self.verdict, term)
 
     def poison(self) -> list[SampleEnd]:
         """Training on it raised again."""
@@ -385,22 +385,22 @@ class Group(msgspec.Struct, array_like=True):
         if self.state not in states:
             raise ValueError(f"group {self.id} is {self.state}, where only {' or '.join(states)} may be")
 
-    def ends(self, epoch: int) -> list[SampleEnd]:
+    def ends(self, term: int) -> list[SampleEnd]:
         """How all members end once its step is committed, in order."""
-        return [self._end_of(i, m.fate or self.verdict, epoch) for i, m in enumerate(self.members)]
+        return [self._end_of(i, m.fate or self.verdict, term) for i, m in enumerate(self.members)]
 
     def remembered(self) -> "Group":
         """What is left of an ended group for those that report on it again: which attempts ended, and how. No figures of theirs."""
         known = [(m, UNKNOWN if m.outcome == UNKNOWN else NOTHING) for m in self.members]
         return msgspec.structs.replace(self, members=[Member(m.state, m.attempt, fate=m.fate, outcome=left) for m, left in known])
 
-    def _end(self, fate: str, epoch: int = 0) -> list[SampleEnd]:
-        ends = [self._end_of(i, fate, epoch) for i, m in enumerate(self.members) if m.state != "failed"]
+    def _end(self, fate: str, term: int = 0) -> list[SampleEnd]:
+        ends = [self._end_of(i, fate, term) for i, m in enumerate(self.members) if m.state != "failed"]
         self.state = "ended"
         self.fate = fate
         return ends
 
-    def _end_of(self, index: int, fate: str, epoch: int = 0) -> SampleEnd:
+    def _end_of(self, index: int, fate: str, term: int = 0) -> SampleEnd:
         member, is_trained = self.members[index], fate in TRAINED
         return SampleEnd(
             trajectory_id=trajectory_id(self.id, index),
@@ -409,7 +409,7 @@ class Group(msgspec.Struct, array_like=True):
             row=self.row,
             fate=fate,
             step=self.step if is_trained else 0,
-            epoch=epoch if is_trained else 0,
+            term=term if is_trained else 0,
             outcome=UNKNOWN if member.state == "running" else member.outcome,
             reason=member.reason,
             task=self.task,

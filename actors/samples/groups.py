@@ -23,7 +23,7 @@ from rubato.actors.samples.group import (
     teach,
 )
 from rubato.actors.samples.policy import BatchPolicy, MakePolicy, PlainPolicy, PolicyPlugin, records_of, restore
-from rubato.actors.samples.sample import Outcome, OutOfOrder, StaleEpoch, group_id, group_number, split_id, trajectory_id
+from rubato.actors.samples.sample import Outcome, OutOfOrder, StaleTerm, group_id, group_number, split_id, trajectory_id
 from rubato.planning.staleness import Admission, AdmissionView, HandOver, SupplyView, is_stale, min_version
 
 ROUNDS_KEPT = 8
@@ -325,12 +325,12 @@ class Groups:
 
     # -- steps --------------------------------------------------------------------------------------------------
 
-    def check_epoch(self, epoch: int) -> None:
-        """Raises StaleEpoch to a trainer that was replaced. A newer epoch than any known is one that the Store forgot."""
-        if epoch < self.training.epoch:
-            raise StaleEpoch(f"epoch {epoch} acts, but {self.training.epoch} is the newest: another trainer took over")
-        if epoch > self.training.epoch:
-            self.training.epoch = epoch
+    def check_term(self, term: int) -> None:
+        """Raises StaleTerm to a trainer that was replaced. A newer term than any known is one that the Store forgot."""
+        if term < self.training.term:
+            raise StaleTerm(f"term {term} acts, but {self.training.term} is the newest: another trainer took over")
+        if term > self.training.term:
+            self.training.term = term
             self.changes.training = True
 
     def plan(self, step: int, num_groups: int) -> HandOver:
@@ -399,21 +399,21 @@ class Groups:
         for plugin in self.plugins:
             plugin.trained(step)
 
-    def take_over(self, epoch: int, step: int) -> None:
-        """A trainer of a new `epoch` begins after `step`, which its checkpoint covers: what was trained since is trained again."""
-        self.check_epoch(epoch)
-        self.commit(step, epoch)
+    def take_over(self, term: int, step: int) -> None:
+        """A trainer of a new `term` begins after `step`, which its checkpoint covers: what was trained since is trained again."""
+        self.check_term(term)
+        self.commit(step, term)
         self.advance(step)
         for group in list(self.trained.values()):
             group.fall_back()
             del self.trained[group.id]
             self._add(group)
 
-    def commit(self, step: int, epoch: int) -> None:
+    def commit(self, step: int, term: int) -> None:
         """A durable checkpoint covers every step up to `step`."""
         for each in range(self.training.committed + 1, step + 1):
             for group in self.steps.pop(each, ()):
-                self._end(group, group.commit(epoch))
+                self._end(group, group.commit(term))
             self.training.committed = each
             self.changes.training = True
         for plugin in self.plugins:
@@ -423,13 +423,13 @@ class Groups:
         """Whether the groups of every step up to `step` that is not committed are known."""
         return all(each in self.steps for each in range(self.training.committed + 1, step + 1))
 
-    def raised(self, step: int, epoch: int) -> list[Group]:
-        """Training on `step` raised; returns the groups that end as `poisoned` by that. A trainer begins anew then: its epoch counts once."""
+    def raised(self, step: int, term: int) -> list[Group]:
+        """Training on `step` raised; returns the groups that end as `poisoned` by that. A trainer begins anew then: its term counts once."""
         training = self.training
-        if epoch == training.raised_epoch:
+        if term == training.raised_term:
             return []
         self.changes.training = True
-        if not training.note_raise(step, epoch) or any(group.state != "bound" for group in self.steps.get(step, ())):
+        if not training.note_raise(step, term) or any(group.state != "bound" for group in self.steps.get(step, ())):
             return []
         training.raises = 0
         poisoned = self.steps.pop(step, [])

@@ -339,12 +339,12 @@ class SampleLedger:
 def line_of(end: SampleEnd, run_seed: int = 0) -> dict[str, Any]:
     """One object of samples.jsonl: null is what a sample that was never trained, or of which no trajectory came, does not have.
 
-    Age counts from the first token's version to the one that the step started from. `seed` is that of the environment. `purpose` is always
+    `epoch` is the term of the trainer, as it was called at first. Age counts from the first token's version to the one that the step started from. `seed` is that of the environment. `purpose` is always
     `train`: held-out rollouts have no fate.
     """
     row = msgspec.structs.asdict(end) | msgspec.structs.asdict(end.outcome)
     del row["outcome"], row["info"], row["text"]
-    row |= {"purpose": "train", "seed": seed_of("train", run_seed, end.row, end.task)}
+    row |= {"epoch": row.pop("term"), "purpose": "train", "seed": seed_of("train", run_seed, end.row, end.task)}
     came, trained = end.outcome.version_first >= 0, end.step > 0
     if not came:
         row["version_first"] = None

@@ -44,7 +44,7 @@ class Outcome(msgspec.Struct, frozen=True, array_like=True):
 FUTURE_VERSION = "future_version"
 
 
-class StaleEpoch(RubatoError):
+class StaleTerm(RubatoError):
     """A trainer that was replaced wants something. Nothing was changed."""
 
 

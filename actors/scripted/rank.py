@@ -54,8 +54,8 @@ class ScriptedRank(ScriptedTrainEngine):
         begin = self.pieces()[0][0]
         memory[:] = whole[begin : begin + len(memory)]
 
-    def saved(self, epoch: int) -> ScriptedRows:
-        self._state.epoch = epoch
+    def saved(self, term: int) -> ScriptedRows:
+        self._state.term = term
         return ScriptedRows({} if self._rank else {STATE: msgspec.json.encode(self._state)})
 
 

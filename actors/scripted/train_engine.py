@@ -23,11 +23,11 @@ CHUNK = 64 * 1024
 
 class _State(msgspec.Struct):
     step: int
-    epoch: int
+    term: int
 
 
 class ScriptedTrainEngine:
-    """A `TrainEngine`. Its checkpoint is the step and the epoch."""
+    """A `TrainEngine`. Its checkpoint is the step and the term."""
 
     num_ranks = 1
 
@@ -46,7 +46,7 @@ class ScriptedTrainEngine:
                 self._state = msgspec.json.decode((checkpoint / STATE).read_bytes(), type=_State)
             except (OSError, msgspec.MsgspecError) as error:
                 raise TrainError(f"{checkpoint / STATE} can't be read: {error}") from error
-        return self._state.step, self._state.epoch
+        return self._state.step, self._state.term
 
     def train(self, step: int, groups: Sequence[Sequence[Trajectory]]) -> StepResult:
         time.sleep(self._section.step_s)  # noqa: TID251 - stands for the computation, which the actor offloads
@@ -83,10 +83,10 @@ class ScriptedTrainEngine:
             time.sleep(self._section.switch_s)  # noqa: TID251 - as above
         self._awake = True
 
-    def snapshot(self, *, epoch: int, receipts: Sequence[bytes] = ()) -> Callable[[Path], None]:
-        self._state.epoch = epoch
+    def snapshot(self, *, term: int, receipts: Sequence[bytes] = ()) -> Callable[[Path], None]:
+        self._state.term = term
         files = {STATE: msgspec.json.encode(self._state)}
-        return partial(checkpoints.write, files=files, step=self._state.step, epoch=epoch, receipts=receipts)
+        return partial(checkpoints.write, files=files, step=self._state.step, term=term, receipts=receipts)
 
 
 def _nothing() -> None:

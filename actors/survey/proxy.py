@@ -16,16 +16,16 @@ class Surveys(ProxyHook):
 
     def __init__(self, proxy: LLMProxy) -> None:
         super().__init__(proxy)
-        self.epoch = 0
+        self.term = 0
         """Of the newest orchestrator that asked; 0: none ever did."""
         self._ended = EndedLog()
 
     @handler
     async def survey(self, request: Survey) -> Surveyed | OutOfDate:
         """Everything as it is now."""
-        if request.epoch < self.epoch:
-            return OutOfDate(self.epoch)
-        self.epoch = request.epoch
+        if request.term < self.term:
+            return OutOfDate(self.term)
+        self.term = request.term
         return Surveyed(
             tuple(map(_request, self.proxy.requests.running.values())),
             tuple(seat.info for _, seat in sorted(self.proxy.placement.seats.items())),
@@ -33,9 +33,9 @@ class Surveys(ProxyHook):
             self._ended.num,
         )
 
-    def is_old(self, epoch: int) -> bool:
-        """Whether an order of this epoch has no effect any more."""
-        return 0 < epoch < self.epoch
+    def is_old(self, term: int) -> bool:
+        """Whether an order of this term has no effect any more."""
+        return 0 < term < self.term
 
     def ended(self, request: ProxyRequest, outcome: Completion | Aborted | Exception) -> None:
         """Of a rollout its manager tells, all turns of it."""

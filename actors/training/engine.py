@@ -23,7 +23,7 @@ class TrainEngine(Protocol):
         ...
 
     def load(self, model_dir: Path, checkpoint: Path | None) -> tuple[int, int]:
-        """Load the base model, or resume a checkpoint; returns the step and epoch the weights stand at ((0, 0) for a base model).
+        """Load the base model, or resume a checkpoint; returns the step and term the weights stand at ((0, 0) for a base model).
 
         Raises TrainError or CheckpointError with one sentence when files are missing, truncated or do not fit.
         """
@@ -62,7 +62,7 @@ class TrainEngine(Protocol):
         """
         ...
 
-    def snapshot(self, *, epoch: int, receipts: Sequence[bytes] = ()) -> Callable[[Path], None]:
+    def snapshot(self, *, term: int, receipts: Sequence[bytes] = ()) -> Callable[[Path], None]:
         """Take down model, optimiser, RNG, step and `receipts`. What this returns writes them into a folder, every file flushed to
         disk, from any thread while training goes on; it raises CheckpointError naming the cause (disk full, …).
         """

@@ -175,13 +175,13 @@ class HeldOut:
         best = max(rewards.keys() & set(versions), key=lambda v: (rewards[v], v), default=self.version)
         return {best} if self.version in rewards else {best, self.version}
 
-    def begin(self, version: int, epoch: int, num: int) -> None:
+    def begin(self, version: int, term: int, num: int) -> None:
         """Evaluate `version`, the newest, while training goes on. Where an evaluation is under way the next one waits for its end."""
         self._overdue = self._under_way is not None and not self._under_way.done()
         if not self._overdue:
             self.version = version
             self._settled.clear()
-            work = self.evaluate(version, epoch, num)
+            work = self.evaluate(version, term, num)
             self._under_way = self._actor.spawn(work, name=f"{self._actor.name}.evaluate")
 
     def put_off(self) -> None:
@@ -202,26 +202,26 @@ class HeldOut:
             if task := self._asked.get(name):
                 task.cancel()
 
-    async def last(self, version: int, epoch: int, num: int, leaving: asyncio.Event) -> bool:
+    async def last(self, version: int, term: int, num: int, leaving: asyncio.Event) -> bool:
         """Wait for the evaluation under way, then evaluate `version` on all engines where `num` is not 0.
 
         False at once when the actor is `leaving`: environments are drained by then, and the step is to be saved.
         """
         async with asyncio.TaskGroup() as tasks:
-            work = tasks.create_task(self._last(version, epoch, num))
+            work = tasks.create_task(self._last(version, term, num))
             waiting = (work, tasks.create_task(leaving.wait()))
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             for task in waiting:
                 task.cancel()
         return not leaving.is_set()
 
-    async def _last(self, version: int, epoch: int, num: int) -> None:
+    async def _last(self, version: int, term: int, num: int) -> None:
         if self._under_way is not None:
             await asyncio.wait([self._under_way])
         if num:
-            await self.evaluate(version, epoch, num, share=1)
+            await self.evaluate(version, term, num, share=1)
 
-    async def evaluate(self, version: int, epoch: int, num: int, *, share: int = SHARE) -> None:
+    async def evaluate(self, version: int, term: int, num: int, *, share: int = SHARE) -> None:
         """Returns when there is a row of `version`, or none to be had; never raises for the latter.
 
         Where engines died, the last version is evaluated again at once; another one may be gone, and the next published takes its place.
@@ -229,7 +229,7 @@ class HeldOut:
         log, self._held_by = self._actor.log, ()
         try:
             async with asyncio.timeout(self._section.timeout_s):
-                await self._evaluate(version, epoch, num, share)
+                await self._evaluate(version, term, num, share)
         except TimeoutError:
             log.warning("evaluation_timed_out", version=version)
             self._actor.notice(f"the evaluation of version {version} took longer than eval.timeout_s and was given up")
@@ -238,23 +238,23 @@ class HeldOut:
         finally:
             self._settled.set()
         for name in self._held_by:
-            self._actor.spawn(self._let_go(name, version, epoch), name=f"{self._actor.name}.let_go.{name}")
+            self._actor.spawn(self._let_go(name, version, term), name=f"{self._actor.name}.let_go.{name}")
 
-    async def _evaluate(self, version: int, epoch: int, num: int, share: int) -> None:
+    async def _evaluate(self, version: int, term: int, num: int, share: int) -> None:
         for attempt in range(TRIES if share == 1 else 1):
             while not (engines := self._actor.peers(GENERATION)):
                 await self._actor.directory.change()
             self._held_by = engines[-max(1, len(engines) // share) :]
-            key, samples = f"{epoch}.{version}.{attempt}", self._section.samples
-            if await self._evaluate_once(Evaluate(key, num, version=version, samples=samples), epoch):
+            key, samples = f"{term}.{version}.{attempt}", self._section.samples
+            if await self._evaluate_once(Evaluate(key, num, version=version, samples=samples), term):
                 return
         self._actor.log.warning("evaluation_lost", version=version)
         self._overdue = share > 1
 
-    async def _evaluate_once(self, request: Evaluate, epoch: int) -> bool:
+    async def _evaluate_once(self, request: Evaluate, term: int) -> bool:
         """False where it is to be done again: the engines that held the version died."""
         began = asyncio.get_running_loop().time()
-        hold = HoldWeights(request.version, epoch, HOLD_S)
+        hold = HoldWeights(request.version, term, HOLD_S)
         holding = await self._ask_all(self._held_by, hold)
         self._settled.set()
         if not holding:
@@ -288,10 +288,10 @@ class HeldOut:
             self._asked |= asked
         return {task.result() for task in asked.values() if not task.cancelled()} - {""}
 
-    async def _let_go(self, name: str, version: int, epoch: int) -> None:
+    async def _let_go(self, name: str, version: int, term: int) -> None:
         """A link that breaks under this must not keep an engine from newer weights: asked again until its hold has ended by itself."""
         with suppress(AskFailed):
-            await self._actor.ref(name).ask(HoldWeights(version, epoch, 0.0), timeout=HOLD_S)
+            await self._actor.ref(name).ask(HoldWeights(version, term, 0.0), timeout=HOLD_S)
 
     async def _keep(self, found: EvalResult, seconds: float) -> None:
         """One row, and its figures for the next training row. A failed rollout has no reward: 0 would mix broken with unsolved."""

@@ -21,7 +21,7 @@ from rubato.runtime.config import Section
 from rubato.runtime.errors import ConfigError
 from rubato.runtime.kernel import Kernel
 
-EPOCH = 1
+TERM = 1
 """Of what it publishes: above that of the model with which engines begin."""
 
 
@@ -85,9 +85,9 @@ class Evaluator(Actor):
             step = await self.offload(step_of, model)
             if step:
                 base = self.run.folder / self.config.model.path
-                await self._out.publish(step, EPOCH, await self.offload(partial(StoredWeights, model, base)))
+                await self._out.publish(step, TERM, await self.offload(partial(StoredWeights, model, base)))
                 await self._out.announced()
-            await self._held_out.evaluate(step, EPOCH if step else 0, num, share=1)
+            await self._held_out.evaluate(step, TERM if step else 0, num, share=1)
             if not self._held_out.take():
                 self.finish(f"{model} has no result after eval.timeout_s={section.timeout_s:g} s", failed=True)
                 return

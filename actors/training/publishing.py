@@ -50,7 +50,7 @@ class Publisher:
         delta = self.published.delta_bytes if self.published else 0
         return {"weights/bytes": self.size_bytes, **({"weights/delta_bytes": delta} if delta else {})}
 
-    async def publish(self, step: int, epoch: int, engine: WeightsSource) -> None:
+    async def publish(self, step: int, term: int, engine: WeightsSource) -> None:
         """Take version `step` out of `engine`, which may train on when this returns.
 
         What is left goes on beside that: the version is written to its end, announced, and the slots of its samples are freed. One
@@ -63,10 +63,10 @@ class Publisher:
             actor.waits.on(f"weights {step}", stage="publish", holder=NODE, blocks_actor=True),
             actor.trace.span("export", "weights", version=step),
         ):
-            announce = await self._sender.send(WeightsVersion("", step, epoch), engine)
+            announce = await self._sender.send(WeightsVersion("", step, term), engine)
         self.version = step
         self.num_published += 1
-        announcing = self._announce(Advance(step, epoch), announce, started)
+        announcing = self._announce(Advance(step, term), announce, started)
         self._announcing = actor.spawn(announcing, name=f"{actor.name}.publish")
 
     async def announced(self) -> PolicyState | None:
@@ -96,7 +96,7 @@ class Publisher:
             assert published is not None  # of the first rank, which the actor is
             self.published, self._taken = published, set()
             told = {"delta_bytes": published.delta_bytes} if published.delta_bytes else {}
-            actor.log.info("weights_published", version=step, epoch=advance.epoch, size_bytes=published.size_bytes, **told)
+            actor.log.info("weights_published", version=step, term=advance.term, size_bytes=published.size_bytes, **told)
             for name in actor.peers(GENERATION):
                 wait.update(holder=name)
                 with suppress(AskFailed):
@@ -110,14 +110,14 @@ class Publisher:
     def taken(self, message: WeightsTaken) -> bool:
         """Note who has what was published last; True when all engines that are ready have it."""
         now = self.published
-        if now is None or (message.adapter, message.version, message.epoch) != (now.adapter, now.version, now.epoch):
+        if now is None or (message.adapter, message.version, message.term) != (now.adapter, now.version, now.term):
             return False
         self._taken.add(message.engine)
         self._heard.set()
-        return self._everybody_has_it
+        return self._all_have_it
 
     @property
-    def _everybody_has_it(self) -> bool:
+    def _all_have_it(self) -> bool:
         return self._taken >= set(self._actor.peers(GENERATION))
 
     def disagreement(self, message: WeightsTaken) -> str:
@@ -128,6 +128,6 @@ class Publisher:
         """Return once every engine has told that it took what was published last, or after `TAKE_S`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(TAKE_S):
-                while not self._everybody_has_it:
+                while not self._all_have_it:
                     self._heard.clear()
                     await self._heard.wait()

@@ -169,7 +169,7 @@ class TorchTrainEngine:
         self._device = torch.device(pick_device(model.device, torch.cuda.device_count()))
 
     def load(self, model_dir: Path, checkpoint: Path | None) -> tuple[int, int]:
-        """(step, epoch) of what was loaded; (0, 0) for a base model."""
+        """(step, term) of what was loaded; (0, 0) for a base model."""
         source = checkpoint or model_dir
         if not any(source.glob("*.safetensors")):
             raise TrainError(f"model folder {source} has no *.safetensors. Set model.path to a folder in HF format.")
@@ -196,7 +196,7 @@ class TorchTrainEngine:
         self._restore_optimizer(source / OPTIMIZER)
         self._restore_progress((source / PROGRESS).read_bytes())
         self._step = manifest.step
-        return manifest.step, manifest.epoch
+        return manifest.step, manifest.term
 
     def _manifest(self, checkpoint: Path) -> checkpoints.Manifest:
         return checkpoints.check(checkpoint)
@@ -288,13 +288,13 @@ class TorchTrainEngine:
         for state in self._optimizer.state.values():
             state.update({name: value.to(device) for name, value in state.items() if isinstance(value, torch.Tensor)})
 
-    def snapshot(self, *, epoch: int, receipts: Sequence[bytes] = ()) -> Callable[[Path], None]:
+    def snapshot(self, *, term: int, receipts: Sequence[bytes] = ()) -> Callable[[Path], None]:
         self._image.check()
         files = self._weight_files() | {
             OPTIMIZER: save_tensors({k: v.contiguous() for k, v in self._optimizer_tensors().items()}),
             PROGRESS: self._progress(),
         }
-        return partial(checkpoints.write, files=self._described | files, step=self._step, epoch=epoch, receipts=receipts)
+        return partial(checkpoints.write, files=self._described | files, step=self._step, term=term, receipts=receipts)
 
     def _trained_model(self, model_dir: Path, checkpoint: Path | None, dtype: str, *, narrow: bool) -> Any:
         """The model as it is trained: what has a gradient is what an optimiser moves, as `dtype`. `narrow`: it computes in bfloat16."""

@@ -16,7 +16,7 @@ from rubato.actors.checkpoints import checkpoint as checkpoints
 from rubato.actors.checkpoints.checkpoint import CheckpointError, Replaced
 from rubato.actors.cluster.lease import TRAINING, GivenUp, GivenUpMidway, Held, lease_of
 from rubato.actors.config import ModelSection, StalenessSection, TrainSection
-from rubato.actors.messages.samples import Advance, Batch, Claim, Close, Commit, DrawEpoch, Epoch, PolicyState, StepRaised, Trajectory
+from rubato.actors.messages.samples import Advance, Batch, Claim, Close, Commit, DrawTerm, PolicyState, StepRaised, Term, Trajectory
 from rubato.actors.messages.weights import WeightsTaken
 from rubato.actors.training.engine import TRAIN_ENGINES, StepResult, TrainEngine, TrainError
 from rubato.actors.training.hooks import Hooks, HookSections, StepHook, TrainedStep
@@ -133,7 +133,7 @@ class Trainer(Actor):
             return
         for sentence in passed_over:
             self.notice(sentence)
-        self._saved, self.term = self._step, drawn.epoch
+        self._saved, self.term = self._step, drawn.term
         # When these were bound is not known: the Store may still forget it.
         now = asyncio.get_running_loop().time()
         carried = await self.offload(checkpoints.newest_receipts, self._checkpoints)
@@ -151,20 +151,20 @@ class Trainer(Actor):
             self.finish(str(error), failed=True)
             self._left.set()
             return
-        self.log.info("epoch", epoch=self.term, step=self._step, bound=drawn.bound, version=self._policy.version)
+        self.log.info("term", term=self.term, step=self._step, bound=drawn.bound, version=self._policy.version)
         self.spawn(self._train_to_the_end(), name="trainer.steps")
 
-    async def _take_over(self) -> tuple[Path | None, list[str], Epoch]:
+    async def _take_over(self) -> tuple[Path | None, list[str], Term]:
         """Load the newest checkpoint and draw a term. Until then one that is replaced may name its last one: look again."""
         model, folder = self.run.folder / self.config.model.path, self._checkpoints
         while True:
             there = checkpoints.by_step(folder)
             newest, passed_over = await self.offload(checkpoints.newest, folder)
-            self._step, epoch = await self.offload(self.engine.load, model, newest)
-            epoch = max(epoch, await self.offload(checkpoints.newest_epoch, folder))
-            drawn = await self._buffer.ask(DrawEpoch(epoch + 1, self._step), timeout=ASK_S)
-            await self.on_disk(folder, checkpoints.take_over, folder, drawn.epoch)
-            await self.offload(checkpoints.drop_unnamed, folder, drawn.epoch)
+            self._step, term = await self.offload(self.engine.load, model, newest)
+            term = max(term, await self.offload(checkpoints.newest_term, folder))
+            drawn = await self._buffer.ask(DrawTerm(term + 1, self._step), timeout=ASK_S)
+            await self.on_disk(folder, checkpoints.take_over, folder, drawn.term)
+            await self.offload(checkpoints.drop_unnamed, folder, drawn.term)
             if checkpoints.by_step(folder) == there:
                 return newest, passed_over, drawn
 
@@ -328,12 +328,12 @@ class Trainer(Actor):
 
     async def _save(self) -> None:
         """Take a checkpoint down; it is written beside training, one at a time."""
-        step, epoch = self._step, self.term
+        step, term = self._step, self.term
         await self._written()
         receipts = [receipt for number, _, receipt in self._receipts if number <= step]
         with self.waits.on(f"checkpoint {step}", stage="checkpoint", blocks_actor=True), self.trace.span("snapshot", "train", step=step):
-            write = await self.offload(partial(self.engine.snapshot, epoch=epoch, receipts=receipts))
-        self._writing = self.spawn(self._write(step, epoch, write), name=f"{self.name}.checkpoint")
+            write = await self.offload(partial(self.engine.snapshot, term=term, receipts=receipts))
+        self._writing = self.spawn(self._write(step, term, write), name=f"{self.name}.checkpoint")
 
     async def _written(self) -> None:
         """Return once the checkpoint that was taken down last counts, or can't be had."""
@@ -341,17 +341,17 @@ class Trainer(Actor):
             with self.waits.on("checkpoint", stage="checkpoint", detail="the one before", blocks_actor=True):
                 await asyncio.shield(self._writing)
 
-    async def _write(self, step: int, epoch: int, write: Callable[[Path], None]) -> None:
+    async def _write(self, step: int, term: int, write: Callable[[Path], None]) -> None:
         """Write a checkpoint, give it its name, and commit its steps.
 
         Where the disk is full it waits for room; when the disk refuses, the run ends. The earlier checkpoint is intact. A trainer that was replaced names nothing any more, and its
         successor removes what it wrote.
         """
-        waiting = self._checkpoints / f"waiting_{step}.{epoch}"
+        waiting = self._checkpoints / f"waiting_{step}.{term}"
         try:
             with self.waits.on(f"checkpoint {step}", stage="checkpoint"), self.trace.span("checkpoint", "train", step=step):
                 await self.on_disk(self._checkpoints, write, waiting)
-                await self.on_disk(self._checkpoints, checkpoints.name, waiting, self._checkpoints / f"step_{step}", epoch)
+                await self.on_disk(self._checkpoints, checkpoints.name, waiting, self._checkpoints / f"step_{step}", term)
         except CheckpointError as error:
             self.finish(str(error), failed=True)
             self.leaving.set()
@@ -366,15 +366,15 @@ class Trainer(Actor):
         except Replaced as error:
             raise ActorFailed(str(error)) from None
         with self.waits.on(f"commit {step}", stage="checkpoint", holder=BUFFER):
-            await self._buffer.ask(Commit(step, epoch), timeout=ASK_S)
+            await self._buffer.ask(Commit(step, term), timeout=ASK_S)
         self._saved = step
         await self._hooks.call_beside(StepHook.after_checkpoint, step)
-        await self.offload(self._prune, epoch)
+        await self.offload(self._prune, term)
         self._forget_receipts()
 
-    def _prune(self, epoch: int) -> None:
+    def _prune(self, term: int) -> None:
         steps = [checkpoints.step_of(path) for path in checkpoints.by_step(self._checkpoints)]
-        checkpoints.prune(self._checkpoints, self.config.checkpoint.keep, epoch, self.stays(steps))
+        checkpoints.prune(self._checkpoints, self.config.checkpoint.keep, term, self.stays(steps))
 
     def stays(self, steps: Collection[int]) -> set[int]:
         """Which of `steps` have a checkpoint that stays, however old it is. Blocks."""

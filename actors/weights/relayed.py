@@ -33,7 +33,7 @@ class Relayed:
         found = await self.newest(blob)
         if found is None or found.version != version:
             return
-        await self.pull(BlobInfo(blob, version, found.epoch, found.digest, found.size_bytes), found.delta, found.delta_bytes)
+        await self.pull(BlobInfo(blob, version, found.term, found.digest, found.size_bytes), found.delta, found.delta_bytes)
 
     async def pull(self, blob: BlobInfo, delta: str = "", delta_bytes: int = 0) -> None:
         """Bring this blob, which that host has. Raises BlobMissing."""

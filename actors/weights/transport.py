@@ -160,7 +160,7 @@ class BlobSender:
         return any(record is not None and record.node != (node or actor.node) for record in records)
 
     def disagreement(self, taken: WeightsTaken) -> str:
-        sample = self._samples.get((taken.adapter, taken.epoch, taken.version))
+        sample = self._samples.get((taken.adapter, taken.term, taken.version))
         if sample is None or taken.digest is None or not (others := sample.differing(taken.digest)):
             return ""
         return (
@@ -185,7 +185,7 @@ class BlobReceiver:
         found = (await far.newest(blob_of(adapter)) if far else None) or await self._actor.blobs.newest(blob_of(adapter))
         if found is None:
             return None
-        return WeightsPublished(found.version, found.epoch, found.digest, found.size_bytes, adapter)
+        return WeightsPublished(found.version, found.term, found.digest, found.size_bytes, adapter)
 
     async def receive(self, wanted: WeightsPublished) -> AsyncGenerator[WeightsPart]:
         """One part."""
@@ -198,7 +198,7 @@ class BlobReceiver:
                 info, image = await plugins.load(plugins.PARTED)(self._actor, info, image, by_rings=self._by_rings)
         except (BlobMissing, BlobCorrupt) as error:
             raise WeightsMissing(str(error)) from error
-        yield WeightsPart(WeightsPublished(info.version, info.epoch, info.digest, info.size_bytes, adapter), image)
+        yield WeightsPart(WeightsPublished(info.version, info.term, info.digest, info.size_bytes, adapter), image)
 
     def _far(self) -> Any:
         """What brings blobs of the trainer's host, or of the launcher's while the trainer is away, where that is another."""

@@ -34,7 +34,7 @@ class Grader(Actor):
     Config: ClassVar[type[ActorConfig] | None] = GraderConfig
 
     async def on_start(self) -> None:
-        """Load what is needed. Nobody is asked before this returns."""
+        """Load what is needed. No text comes before this returns."""
         self._matcher = difflib.SequenceMatcher
 
     @handler(concurrency=16)
@@ -52,7 +52,7 @@ class Grader(Actor):
 
 
 class GradedRewardConfig(ActorConfig):
-    """`reward.functions` must name something: with none, nobody asks for a reward."""
+    """`reward.functions` must name something: with none, no reward is asked for."""
 
     reward: RewardSection = RewardSection()
     grader: GraderSection = GraderSection()

@@ -93,7 +93,7 @@ class BlobInfo(NamedTuple):
 
     name: str
     version: int
-    epoch: int
+    term: int
     digest: str
     size_bytes: int
 
@@ -115,7 +115,7 @@ class Draft:
         self._show = show
 
     async def publish(self, digest: str) -> BlobInfo:
-        """Show it; nothing may be written any more. Returns the standing blob where that has a higher epoch."""
+        """Show it; nothing may be written any more. Returns the standing blob where that has a higher term."""
         return await self._show(self._info._replace(digest=digest))
 
 
@@ -125,7 +125,7 @@ class BlobStore(Protocol):
     Raises `BlobMissing` for what was never put or is already freed, `BlobCorrupt` when the digest does not match.
     """
 
-    async def draft(self, name: str, version: int, epoch: int, size_bytes: int) -> Draft:
+    async def draft(self, name: str, version: int, term: int, size_bytes: int) -> Draft:
         """Room for a blob of this size. A draft that is let go of without `publish` leaves nothing."""
         ...
 
@@ -133,8 +133,8 @@ class BlobStore(Protocol):
         """The memory, writable, of a draft of this size that another process of this host began and has not published."""
         ...
 
-    async def put(self, name: str, version: int, epoch: int, parts: Sequence[memoryview | bytes], *, checked: bool = True) -> BlobInfo:
-        """Concatenate `parts` into version `version`. The same version under a higher epoch replaces it; under a lower one is
+    async def put(self, name: str, version: int, term: int, parts: Sequence[memoryview | bytes], *, checked: bool = True) -> BlobInfo:
+        """Concatenate `parts` into version `version`. The same version under a higher term replaces it; under a lower one is
         ignored, and the standing one is returned. Without `checked` it gets no digest: readers on this host alone can use it."""
         ...
 
@@ -169,5 +169,5 @@ def check_blob(name: str, version: int) -> None:
 
 
 def by_age(blobs: Sequence[BlobInfo]) -> list[BlobInfo]:
-    """Oldest first. A later epoch is newer whatever the version: its writer began again from an older one."""
-    return sorted(blobs, key=lambda info: (info.epoch, info.version))
+    """Oldest first. A later term is newer whatever the version: its writer began again from an older one."""
+    return sorted(blobs, key=lambda info: (info.term, info.version))

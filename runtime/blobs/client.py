@@ -129,20 +129,20 @@ class BlobClient:
         self._path = path
         self._connection: _Connection | None = None
 
-    async def draft(self, name: str, version: int, epoch: int, size_bytes: int) -> Draft:
+    async def draft(self, name: str, version: int, term: int, size_bytes: int) -> Draft:
         check_blob(name, version)
         reply, memory = await self._ask(Begin(size_bytes), Room, name, version)
-        info = BlobInfo(name, version, epoch, "", size_bytes)
+        info = BlobInfo(name, version, term, "", size_bytes)
         return Draft(info, memory[:size_bytes], partial(self._show, reply.segment), reply.segment)
 
     async def shared(self, segment: int, size_bytes: int) -> memoryview:
         _, memory = await self._ask(Share(segment, size_bytes), Room, f"in segment {segment}", 0)
         return memory[:size_bytes]
 
-    async def put(self, name: str, version: int, epoch: int, parts: Sequence[memoryview | bytes], *, checked: bool = True) -> BlobInfo:
+    async def put(self, name: str, version: int, term: int, parts: Sequence[memoryview | bytes], *, checked: bool = True) -> BlobInfo:
         views = [view for part in parts if (view := memoryview(part)).nbytes]
         views = [view if view.ndim == 1 and view.format == "B" else view.cast("B") for view in views]
-        draft = await self.draft(name, version, epoch, sum(map(len, views)))
+        draft = await self.draft(name, version, term, sum(map(len, views)))
         return await draft.publish(await _fill(draft.memory, views, checked=checked))
 
     async def get(self, name: str, version: int, *, check: bool = True) -> tuple[BlobInfo, memoryview]:

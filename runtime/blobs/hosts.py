@@ -45,7 +45,7 @@ SERVED_AT_ONCE = 64
 
 
 Key = tuple[str, int, int]
-"""Name, version and epoch: what of a blob never changes."""
+"""Name, version and term: what of a blob never changes."""
 
 WINDOW = 8
 """Pieces asked for at once: enough to fill a link while one is checked, and all that a pull holds beside the blob itself."""
@@ -253,14 +253,14 @@ class HostBlobs(Actor):
         if info is None:
             return NotHere(f"{self.name} has no blob {request.name}")
         delta = await self.blobs.newest(delta_name(request.name))
-        if delta is None or (delta.version, delta.epoch) != (info.version, info.epoch):
-            return Newest(info.version, info.epoch, info.digest, info.size_bytes)
-        return Newest(info.version, info.epoch, info.digest, info.size_bytes, delta.digest, delta.size_bytes)
+        if delta is None or (delta.version, delta.term) != (info.version, info.term):
+            return Newest(info.version, info.term, info.digest, info.size_bytes)
+        return Newest(info.version, info.term, info.digest, info.size_bytes, delta.digest, delta.size_bytes)
 
     @handler(concurrency=SERVED_AT_ONCE)
     async def get_pieces(self, request: GetPieces) -> BlobPieces | NotHere:
         try:
-            found = await self._find((request.name, request.version, request.epoch))
+            found = await self._find((request.name, request.version, request.term))
             return BlobPieces(Buffer(await found.pieces()))
         except BlobError as error:
             return NotHere(f"{self.name}: {error}")
@@ -268,17 +268,17 @@ class HostBlobs(Actor):
     @handler(concurrency=SERVED_AT_ONCE)
     async def get_piece(self, request: GetPiece) -> BlobPiece | NotHere:
         try:
-            found = await self._find((request.name, request.version, request.epoch))
+            found = await self._find((request.name, request.version, request.term))
             return BlobPiece(Buffer(await found.piece(request.index)))
         except BlobError as error:
             return NotHere(f"{self.name}: {error}")
 
     @handler(concurrency=64, outlives_asker=True)
     async def pull_blob(self, request: PullBlob) -> Pulled | NotPulled:
-        info = BlobInfo(request.name, request.version, request.epoch, request.digest, request.size_bytes)
+        info = BlobInfo(request.name, request.version, request.term, request.digest, request.size_bytes)
         if not info.digest or not 0 <= info.size_bytes <= MAX_BLOB_BYTES:
             return NotPulled(f"{info} can't be pulled: only blobs with a digest leave their host")
-        key = (info.name, info.version, info.epoch)
+        key = (info.name, info.version, info.term)
         if key not in self._pulls:
             if await self._has(info):
                 return Pulled(())
@@ -290,7 +290,7 @@ class HostBlobs(Actor):
         return await self._joins.join(request)
 
     async def _begin(self, key: Key, info: BlobInfo, request: PullBlob) -> None:
-        draft = await self.blobs.draft(info.name, info.version, info.epoch, info.size_bytes)
+        draft = await self.blobs.draft(info.name, info.version, info.term, info.size_bytes)
         if key in self._pulls:  # another request began it meanwhile
             return
         pull = Pull(info, draft, self._ask, self.offload)
@@ -320,8 +320,8 @@ class HostBlobs(Actor):
         """Whether it could be made of the version before and what changed, which is pulled as any other blob, relays included."""
         if not request.delta or not await has_before(self.blobs, pull.info):
             return False
-        name, version, epoch, *_ = pull.info
-        delta = BlobInfo(delta_name(name), version, epoch, request.delta, request.delta_bytes)
+        name, version, term, *_ = pull.info
+        delta = BlobInfo(delta_name(name), version, term, request.delta, request.delta_bytes)
         try:
             if isinstance(await self.pull_blob(PullBlob(*delta, request.sources, request.ways)), NotPulled):
                 return False
@@ -342,7 +342,7 @@ class HostBlobs(Actor):
             found, _ = await self.blobs.get(info.name, info.version, check=False)
         except BlobMissing:
             return False
-        return found.epoch >= info.epoch
+        return found.term >= info.term
 
     async def _find(self, key: Key) -> "Pull | _Served":
         """Where the pieces of `key` come from. Raises BlobMissing when it is neither here nor on its way."""
@@ -366,7 +366,7 @@ class HostBlobs(Actor):
                 info, content = await self.blobs.get(key[0], key[1], check=False)
             except BlobMissing:
                 return None
-            if info.epoch != key[2] or not info.digest:
+            if info.term != key[2] or not info.digest:
                 return None
             served = self._served.setdefault(key, _Served(content))
             for old in list(self._served)[:-MAX_SERVED]:

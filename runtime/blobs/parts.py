@@ -30,11 +30,11 @@ class JoinParts(Request[Pulled | NotPulled], frozen=True):
     idempotent: ClassVar[bool] = True
     name: str
     version: int
-    epoch: int
+    term: int
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True):
-    """Of the same version and epoch as its index."""
+    """Of the same version and term as its index."""
 
     node: str
     """The node agent of the host that wrote it."""
@@ -145,38 +145,38 @@ class Joins:
     async def join(self, request: JoinParts) -> Pulled | NotPulled:
         async with self._lock:
             whole = await self._blobs.newest(whole_name(request.name))
-            had = (whole.epoch, whole.version) if whole else (-1, -1)
+            had = (whole.term, whole.version) if whole else (-1, -1)
             try:
-                if had > (request.epoch, request.version):
+                if had > (request.term, request.version):
                     raise BlobMissing(f"version {had[1]} has replaced it")
-                if had < (request.epoch, request.version):
-                    await join(self._blobs, request.name, request.version, request.epoch)
+                if had < (request.term, request.version):
+                    await join(self._blobs, request.name, request.version, request.term)
             except BlobError as error:
                 return NotPulled(f"blob {request.name} version {request.version} could not be made of its parts: {error}")
         return Pulled(())
 
 
-async def join(blobs: BlobStore, name: str, version: int, epoch: int) -> BlobInfo:
+async def join(blobs: BlobStore, name: str, version: int, term: int) -> BlobInfo:
     """Make it whole. Raises BlobMissing, and BlobCorrupt where a part is not what it should be, or the parts are not the whole."""
-    index, parts = index_in(await _got(blobs, name, version, epoch, "")), list[memoryview]()
+    index, parts = index_in(await _got(blobs, name, version, term, "")), list[memoryview]()
     for part in index.parts:
-        parts.append(await _got(blobs, part.name, version, epoch, part.digest))
+        parts.append(await _got(blobs, part.name, version, term, part.digest))
     pieces = sorted((piece for part in parts for piece in pieces_in(part)), key=place_of)
     ends = [begin + len(piece) for begin, piece in pieces]
     if [begin for begin, _ in pieces] != [0, *ends][:-1] or ends[-1:] != [index.size_bytes]:
         raise BlobCorrupt(f"the parts of blob {name} version {version} are not all of its {index.size_bytes} bytes, each once")
     # What was made before goes first: its memory is used again, unless it is still read.
     await blobs.forget(whole_name(name))
-    draft = await blobs.draft(whole_name(name), version, epoch, index.size_bytes)
+    draft = await blobs.draft(whole_name(name), version, term, index.size_bytes)
     await _copy(pieces, draft.memory)
     await _forget_older(blobs, name, len(index.parts))
     return await draft.publish("")
 
 
-async def _got(blobs: BlobStore, name: str, version: int, epoch: int, digest: str) -> memoryview:
+async def _got(blobs: BlobStore, name: str, version: int, term: int, digest: str) -> memoryview:
     info, content = await blobs.get(name, version)
-    if info.epoch != epoch or (digest and info.digest != digest):
-        raise BlobMissing(f"blob {name} version {version} of epoch {epoch} was replaced")
+    if info.term != term or (digest and info.digest != digest):
+        raise BlobMissing(f"blob {name} version {version} of term {term} was replaced")
     return content
 
 

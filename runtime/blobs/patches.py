@@ -17,7 +17,7 @@ HEAD_BYTES = 4
 
 
 def delta_name(name: str) -> str:
-    """Of the blob that has what changed in blob `name`: version n has what changed since n − 1 of the same epoch."""
+    """Of the blob that has what changed in blob `name`: version n has what changed since n − 1 of the same term."""
     return f"{name}.delta"
 
 
@@ -44,7 +44,7 @@ async def put_delta(blobs: BlobStore, info: BlobInfo, memory: memoryview) -> Blo
     if len(head) + sum(map(len, found)) >= size:
         return None
     parts = [len(head).to_bytes(HEAD_BYTES, "little"), head, *found]
-    return await blobs.put(delta_name(info.name), info.version, info.epoch, parts)
+    return await blobs.put(delta_name(info.name), info.version, info.term, parts)
 
 
 async def patch(blobs: BlobStore, info: BlobInfo, delta: memoryview, memory: memoryview) -> list[bytes]:
@@ -81,7 +81,7 @@ async def _before(blobs: BlobStore, info: BlobInfo) -> memoryview | None:
         found, content = await blobs.get(info.name, info.version - 1, check=False)
     except BlobMissing:
         return None
-    return content if (found.epoch, found.size_bytes) == (info.epoch, info.size_bytes) else None
+    return content if (found.term, found.size_bytes) == (info.term, info.size_bytes) else None
 
 
 def slices(size_bytes: int) -> list[slice]:

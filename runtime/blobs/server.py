@@ -162,7 +162,7 @@ class BlobServer:
             return Denied(f"a blob needs a name, a version and a size within its segment, got {info}")
         versions = self._blobs.setdefault(info.name, {})
         replaced = versions.get(info.version)
-        if replaced is not None and replaced[0].epoch > info.epoch:  # a newer writer was faster
+        if replaced is not None and replaced[0].term > info.term:  # a newer writer was faster
             return Found(replaced[0])
         try:
             segment.seal()

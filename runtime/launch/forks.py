@@ -18,7 +18,7 @@ from rubato.runtime.launch.warm import ForkReply, ForkRequest
 from rubato.runtime.observe.log import logger
 
 MODULE = "rubato.runtime.launch.warm"
-EVERYBODY = ("uvloop", "numpy")
+EVERY_ROLE = ("uvloop", "numpy")
 """What every actor imports as it starts, whatever its class."""
 
 RESTARTS, WINDOW_S = 10, 300.0
@@ -67,7 +67,7 @@ class Forks:
 
     def __init__(self, folder: Path, modules: Sequence[str]) -> None:
         self._folder = folder
-        self._modules = list(dict.fromkeys((*EVERYBODY, *modules)))
+        self._modules = list(dict.fromkeys((*EVERY_ROLE, *modules)))
         self.begun = asyncio.Event()
         """There is a warm parent, or there could be none."""
         self._parent: asyncio.subprocess.Process | None = None

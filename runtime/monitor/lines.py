@@ -17,7 +17,7 @@ class Shown(NamedTuple):
 
 NETWORK = (
     Shown("circuits", "fabric/circuits", ",.0f"),
-    Shown("epoch", "fabric/epoch", ",.0f"),
+    Shown("change", "fabric/change", ",.0f"),
     Shown("hidden s", "fabric/hidden_s", ".3f"),
     Shown("exposed s", "fabric/exposed_s", ".3f"),
 )
@@ -30,7 +30,7 @@ CHANGES = (
     Shown("switches", "orchestrator/switches", ",.0f"),
     Shown("moves", "orchestrator/moves", ",.0f"),
     Shown("circuits lit", "orchestrator/circuits", ",.0f"),
-    Shown("agreed epoch", "orchestrator/epoch", ".0f"),
+    Shown("agreed number", "orchestrator/agreed", ".0f"),
     Shown("electrical", "orchestrator/electrical", ",.0f"),
     Shown("left s", "orchestrator/remaining_s", ",.1f"),
 )

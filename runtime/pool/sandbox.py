@@ -32,7 +32,7 @@ class WorkerLimits(NamedTuple):
     `memory_mb` bounds each process's private writable memory (RLIMIT_DATA) in MiB, 0 leaves it alone; shared mappings
     (`mmap.mmap(-1, …)`, shared memory files) are not counted. `max_processes` counts
     processes and threads; `max_output_bytes` is what one call may print. `writes`: a worker with a uid of its own may still
-    write wherever we may; else only where everybody may.
+    write wherever we may; else only where all users may.
     """
 
     memory_mb: int = 0

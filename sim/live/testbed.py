@@ -179,8 +179,8 @@ class SimulatedTestbed:
             self._spans.append(LaneSpan(self._name, "phases", name, start, end - start, {"version": version}))
         return synced - published
 
-    async def _intend(self, phase: Phase, epoch: int, *, in_s: float = 0.0, traffic: tuple[tuple[str, str, int], ...] = ()) -> None:
-        await self._controller.phase_intent(PhaseIntent(phase, epoch, in_s, traffic))
+    async def _intend(self, phase: Phase, number: int, *, in_s: float = 0.0, traffic: tuple[tuple[str, str, int], ...] = ()) -> None:
+        await self._controller.phase_intent(PhaseIntent(phase, number, in_s, traffic))
 
     async def _sync(self, there: Mapping[str, asyncio.Event]) -> None:
         """Each host pulls every piece from where planning/relay.py says, as soon as that one has it."""

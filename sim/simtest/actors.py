@@ -13,7 +13,7 @@ from rubato.actors.gateway.gateway import Address, Gateway
 from rubato.actors.gateway.server import SessionServer
 from rubato.actors.gateway.session import Session
 from rubato.actors.messages.moves import MovePrepared, NotMoved, PrepareMove, TakeMove
-from rubato.actors.messages.samples import Batch, Claim, Commit, DrawEpoch, Epoch, NotReady, Put, Stored
+from rubato.actors.messages.samples import Batch, Claim, Commit, DrawTerm, NotReady, Put, Stored, Term
 from rubato.actors.moves.engine import Departures, EngineMoves, Leaving
 from rubato.actors.rewards.service import RewardService
 from rubato.actors.samples.buffer import SampleBuffer
@@ -72,25 +72,25 @@ class SimBuffer(SampleBuffer):
         return stored
 
     @handler(concurrency=16)
-    async def draw_epoch(self, request: DrawEpoch) -> Epoch:
-        reply = await super().draw_epoch(request)
+    async def draw_term(self, request: DrawTerm) -> Term:
+        reply = await super().draw_term(request)
         if self.process.alive:
-            self.monitor.drew(reply.epoch)
+            self.monitor.drew(reply.term)
         return reply
 
     @handler(concurrency=16)
     async def claim(self, request: Claim) -> Batch | NotReady:
         reply = await super().claim(request)
         if self.process.alive and isinstance(reply, Batch):
-            self.monitor.trainer_answered("CLAIM", request.step, request.epoch, self._groups.training.epoch)
+            self.monitor.trainer_answered("CLAIM", request.step, request.term, self._groups.training.term)
         return reply
 
     @handler(concurrency=16)
     async def commit(self, request: Commit) -> Ack:
-        newest = self._groups.training.epoch
+        newest = self._groups.training.term
         ack = await super().commit(request)
         if self.process.alive:
-            self.monitor.trainer_answered("COMMIT", request.step, request.epoch, newest)
+            self.monitor.trainer_answered("COMMIT", request.step, request.term, newest)
         return ack
 
 
@@ -102,15 +102,15 @@ class SimDepartures(Departures):
     ) -> MovePrepared | NotMoved:
         reply = await super().prepare(engine, shared, leaving, order, weights)
         parked, monitor = leaving.parked, cast("SimEngine", self._actor).monitor
-        if parked is not None and parked.epoch == order.epoch:
-            move = (order.request_id, order.epoch)
+        if parked is not None and parked.number == order.number:
+            move = (order.request_id, order.number)
             parked.taken.add_done_callback(lambda taken: taken.result() or monitor.kept(move))
         return reply
 
     def take(self, request: TakeMove) -> Ack | NotMoved:
         reply = super().take(request)
         if isinstance(reply, Ack):
-            cast("SimEngine", self._actor).monitor.given((request.request_id, request.epoch))
+            cast("SimEngine", self._actor).monitor.given((request.request_id, request.number))
         return reply
 
 
@@ -214,9 +214,7 @@ class SimTrainer(Trainer):
         return result
 
     def _build(self) -> TrainEngine:
-        return ToyTrainEngine(
-            lambda *update: self.monitor.trained(*update, epoch=self.term), lambda point: self.saving(self.process, point)
-        )
+        return ToyTrainEngine(lambda *update: self.monitor.trained(*update, term=self.term), lambda point: self.saving(self.process, point))
 
 
 def _name_of(fn: Callable[..., object]) -> str:

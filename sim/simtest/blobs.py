@@ -30,16 +30,16 @@ class SimBlobClient:
     def __init__(self, server: SimBlobServer, process: ActorProcess) -> None:
         self._server, self._process = server, process
 
-    async def draft(self, name: str, version: int, epoch: int, size_bytes: int) -> Draft:
-        return await self._server.blobs.draft(name, version, epoch, size_bytes)
+    async def draft(self, name: str, version: int, term: int, size_bytes: int) -> Draft:
+        return await self._server.blobs.draft(name, version, term, size_bytes)
 
     async def shared(self, segment: int, size_bytes: int) -> memoryview:
         return await self._server.blobs.shared(segment, size_bytes)
 
-    async def put(self, name: str, version: int, epoch: int, parts: Sequence[memoryview | bytes], *, checked: bool = True) -> BlobInfo:
+    async def put(self, name: str, version: int, term: int, parts: Sequence[memoryview | bytes], *, checked: bool = True) -> BlobInfo:
         await asyncio.sleep(self._server.rng.uniform(0.0, 0.05))
         self._process.check_alive()
-        return await self._server.blobs.put(name, version, epoch, parts, checked=checked)
+        return await self._server.blobs.put(name, version, term, parts, checked=checked)
 
     async def get(self, name: str, version: int, *, check: bool = True) -> tuple[BlobInfo, memoryview]:
         await asyncio.sleep(self._server.rng.uniform(0.0, 0.05))

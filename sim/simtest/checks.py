@@ -60,14 +60,14 @@ class InvariantChecks:
         """Put within a window that the store lost; acknowledged then, or later by a buffer that had not heard of the loss."""
         self.bounds: dict[tuple[int, str], int] = {}
         """(step, id) → α as the id was first bound to the step. A living buffer writes anew what the store lost, so no loss undoes it."""
-        self.epochs: set[int] = set()
+        self.terms: set[int] = set()
         """All that were ever answered."""
-        self.newest_epoch = 0
+        self.newest_term = 0
         """That was ever written."""
         self.num_losses = 0
         self._kept: set[tuple[str, int]] = set()
         self._given: set[tuple[str, int]] = set()
-        """(request, epoch) of moves, by what became of them."""
+        """(request, number) of moves, by what became of them."""
         self.tokens = TokenChecks(self.fail)
 
     def fail(self, invariant: str, text: str) -> None:
@@ -130,22 +130,22 @@ class InvariantChecks:
 
     def _moved(self, training: Training) -> None:
         before = self.timeline.training
-        if training.epoch < before.epoch and not self.num_losses:
-            self.fail("one committer per epoch", f"epoch {training.epoch} is written after {before.epoch}")
+        if training.term < before.term and not self.num_losses:
+            self.fail("one committer per term", f"term {training.term} is written after {before.term}")
         if training.committed < before.committed and not self.num_losses:
             self.fail("gapless steps", f"step {training.committed} is the last committed, after {before.committed}")
         self.timeline.training = training
-        self.newest_epoch = max(self.newest_epoch, training.epoch)
+        self.newest_term = max(self.newest_term, training.term)
 
     # -- actors -------------------------------------------------------------------------------------------------
 
-    def drew(self, epoch: int) -> None:
-        """The buffer answered a trainer with `epoch`; none is given twice, whatever the Store forgot."""
-        if epoch in self.epochs:
-            self.fail("one committer per epoch", f"epoch {epoch} was drawn twice")
-        if epoch > self.newest_epoch:
-            self.fail("one committer per epoch", f"epoch {epoch} was answered before it was durable")
-        self.epochs.add(epoch)
+    def drew(self, term: int) -> None:
+        """The buffer answered a trainer with `term`; none is given twice, whatever the Store forgot."""
+        if term in self.terms:
+            self.fail("one committer per term", f"term {term} was drawn twice")
+        if term > self.newest_term:
+            self.fail("one committer per term", f"term {term} was answered before it was durable")
+        self.terms.add(term)
 
     def kept(self, move: tuple[str, int]) -> None:
         """An engine goes on with a request that it had parked for this move."""
@@ -175,19 +175,19 @@ class InvariantChecks:
         if ticket.purpose == "eval" and fate == "" and versions != {ticket.version}:
             self.fail("exact evaluations", f"{ticket.trajectory_id} evaluates {ticket.version} with {sorted(versions)}")
 
-    def trainer_answered(self, what: str, step: int, epoch: int, newest: int) -> None:
-        """The buffer gave a trainer of `epoch` its batch, or told it that its checkpoint counts; `newest` is the epoch it knows of."""
-        if epoch < newest:
-            self.fail("one committer per epoch", f"{what} of step {step} under epoch {epoch} was answered, {newest} is the newest")
+    def trainer_answered(self, what: str, step: int, term: int, newest: int) -> None:
+        """The buffer gave a trainer of `term` its batch, or told it that its checkpoint counts; `newest` is the term it knows of."""
+        if term < newest:
+            self.fail("one committer per term", f"{what} of step {step} under term {term} was answered, {newest} is the newest")
 
-    def trained(self, step: int, groups: list[list[Trajectory]], history: list[list[str]], *, epoch: int) -> None:
-        """A trainer of `epoch` updates its weights; `history` is what they were made of before."""
+    def trained(self, step: int, groups: list[list[Trajectory]], history: list[list[str]], *, term: int) -> None:
+        """A trainer of `term` updates its weights; `history` is what they were made of before."""
         if step != len(history) + 1:
             self.fail("gapless steps", f"step {step} is trained on weights of {len(history)} steps")
         ids = tuple(t.ticket.trajectory_id for group in groups for t in group)
         # A claim that the store lost binds no step any more, unless the buffer lives and writes it anew. A trainer that was frozen
         # with such a batch and replaced since may train on it once it thaws: what it makes can't be committed (`trainer_answered`).
-        in_vain = self.num_losses > 0 and epoch < self.newest_epoch
+        in_vain = self.num_losses > 0 and term < self.newest_term
         bound = step in self.timeline.claims and not in_vain
         if bound and (first := self.timeline.handed.setdefault(step, ids)) != ids:
             self.fail("replay", f"step {step} was trained on {first}, and again on {ids}")

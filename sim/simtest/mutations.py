@@ -42,13 +42,13 @@ class Mutation(NamedTuple):
 
 MUTATIONS: dict[str, Mutation] = {
     "incarnation": Mutation("the incarnation check", (Edit(Dispatcher, "arrived", "envelope.incarnation != self.incarnation", "False"),)),
-    "epoch": Mutation(
-        "the epoch check of a trainer's claims and commits",
-        (Edit(Groups, "check_epoch", "epoch < self.training.epoch", "False"),),
+    "term": Mutation(
+        "the term check of a trainer's claims and commits",
+        (Edit(Groups, "check_term", "term < self.training.term", "False"),),
         ("zombie_before_commit", "kill", "zombie", "freeze"),
     ),
-    "epoch_durable": Mutation(
-        "the write that the answer to a drawn epoch waits for", (Edit(SampleBuffer, "draw_epoch", "await self._journal.sync()", "pass"),)
+    "term_durable": Mutation(
+        "the write that the answer to a drawn term waits for", (Edit(SampleBuffer, "draw_term", "await self._journal.sync()", "pass"),)
     ),
     "answer": Mutation(
         "the write that the answer to a put waits for", (Edit(SampleBuffer, "put", "await self._journal.sync()", "await asyncio.sleep(0)"),)
@@ -130,8 +130,8 @@ MUTATIONS: dict[str, Mutation] = {
         ("store_loss_kill", "store_loss"),
     ),
     "move": Mutation(
-        "the epoch of a move: any target that comes for a request that is parked gets it",
-        (Edit(Departures, "take", "parked.epoch != request.epoch", "False"),),
+        "the number of a move: any target that comes for a request that is parked gets it",
+        (Edit(Departures, "take", "parked.number != request.number", "False"),),
         ("moves",),
     ),
     "digest": Mutation(

@@ -75,7 +75,7 @@ class Checkpoint(msgspec.Struct):
     """`history` holds the ids that each step trained, oldest step first: the weights."""
 
     step: int
-    epoch: int
+    term: int
     history: list[list[str]]
 
 
@@ -100,7 +100,7 @@ class ToyTrainEngine:
         self._saving("load")
         if checkpoint is not None:
             self._state = msgspec.json.decode((checkpoint / "toy.json").read_bytes(), type=Checkpoint)
-        return self._state.step, self._state.epoch
+        return self._state.step, self._state.term
 
     def train(self, step: int, groups: Sequence[Sequence[Trajectory]]) -> StepResult:
         self._saving("forward")
@@ -133,14 +133,14 @@ class ToyTrainEngine:
     def wake(self) -> None:
         """Nor comes back to one."""
 
-    def snapshot(self, *, epoch: int, receipts: Sequence[bytes] = ()) -> Callable[[Path], None]:
+    def snapshot(self, *, term: int, receipts: Sequence[bytes] = ()) -> Callable[[Path], None]:
         self._saving("checkpoint")
-        self._state.epoch = epoch
-        return functools.partial(self.write_toy, self._state.step, msgspec.json.encode(self._state), epoch, receipts)
+        self._state.term = term
+        return functools.partial(self.write_toy, self._state.step, msgspec.json.encode(self._state), term, receipts)
 
-    def write_toy(self, step: int, content: bytes, epoch: int, receipts: Sequence[bytes], folder: Path) -> None:
+    def write_toy(self, step: int, content: bytes, term: int, receipts: Sequence[bytes], folder: Path) -> None:
         self._saving("before_save")
-        checkpoints.write(folder, {"toy.json": content}, step=step, epoch=epoch, receipts=receipts)
+        checkpoints.write(folder, {"toy.json": content}, step=step, term=term, receipts=receipts)
         self._saving("after_save")
 
 

@@ -125,7 +125,7 @@ class World:
         return found
 
     def waiting(self) -> str:
-        """What everybody waits for, in one line."""
+        """What all processes wait for, in one line."""
         now = asyncio.get_running_loop().time()
         buffer: Any = self.processes["sample_buffer-1"].actor
         if isinstance(buffer, SimBuffer) and hasattr(buffer, "_groups"):
@@ -202,7 +202,7 @@ class World:
         self.monitor.fail("drain", f"{name} was not drained in time: {self.waiting()}")
 
     def _broke(self, process: ActorProcess, text: str) -> None:
-        expected = ("StaleEpoch", "Fenced", "StoreUnavailable", "OutOfOrder")
+        expected = ("StaleTerm", "Fenced", "StoreUnavailable", "OutOfOrder")
         if process.alive and self.processes[process.name] is process and not any(kind in text for kind in expected):
             self.monitor.fail("no actor breaks", f"{process.name}: {text}")
 

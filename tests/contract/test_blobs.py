@@ -125,7 +125,7 @@ async def test_names_do_not_push_each_other_out(blobs: BlobStore):
     assert [bytes((await blobs.get(name, 1))[1]) for name in ("a", "b", "c")] == [b"a", b"b", b"c"]
 
 
-async def test_a_version_is_replaced_under_a_higher_epoch_and_stands_under_a_lower_one(blobs: BlobStore):
+async def test_a_version_is_replaced_under_a_higher_term_and_stands_under_a_lower_one(blobs: BlobStore):
     await blobs.put("w", 1, 2, [b"second"])
     _, mapped = await blobs.get("w", 1)
 
@@ -133,14 +133,14 @@ async def test_a_version_is_replaced_under_a_higher_epoch_and_stands_under_a_low
     after_zombie = bytes((await blobs.get("w", 1))[1])
     replaced = await blobs.put("w", 1, 3, [b"third!"])
 
-    assert (ignored.epoch, ignored.size_bytes, after_zombie) == (2, 6, b"second")
+    assert (ignored.term, ignored.size_bytes, after_zombie) == (2, 6, b"second")
     assert await blobs.get("w", 1) == (replaced, b"third!")
     assert mapped == b"second"
 
 
-async def test_what_a_later_epoch_put_is_newest_although_its_version_is_lower(blobs: BlobStore):
-    for version, epoch in ((18, 1), (19, 1), (18, 2)):
-        await blobs.put("w", version, epoch, [b"x"])
+async def test_what_a_later_term_put_is_newest_although_its_version_is_lower(blobs: BlobStore):
+    for version, term in ((18, 1), (19, 1), (18, 2)):
+        await blobs.put("w", version, term, [b"x"])
     first = await blobs.newest("w")
 
     await blobs.put("w", 20, 1, [b"late"])
@@ -148,9 +148,9 @@ async def test_what_a_later_epoch_put_is_newest_although_its_version_is_lower(bl
     last = await blobs.newest("w")
 
     assert first is not None
-    assert (first.version, first.epoch) == (18, 2)
+    assert (first.version, first.term) == (18, 2)
     assert last is not None
-    assert (last.version, last.epoch) == (19, 2)
+    assert (last.version, last.term) == (19, 2)
     with pytest.raises(BlobMissing):
         await blobs.get("w", 20)
 

@@ -105,7 +105,7 @@ async def test_every_engine_receives_the_version_that_the_ranks_sent_together(be
     for receiver in bed.receivers:
         newest = await receiver.newest("")
         assert newest is not None
-        assert (newest.version, newest.epoch, newest.adapter) == (published.version, 1, "")
+        assert (newest.version, newest.term, newest.adapter) == (published.version, 1, "")
         assert await bed.received(receiver, newest) == {"body": 5.0, "head": 6.0}
 
 
@@ -144,7 +144,7 @@ async def test_a_later_version_and_a_higher_term_are_the_newest(bed: Bed):
 
     assert (second.version, values) == (2, {"body": 7.0, "head": 8.0})
     assert restarted is not None
-    assert (restarted.version, restarted.epoch) == (1, 2)
+    assert (restarted.version, restarted.term) == (1, 2)
     assert await bed.received(bed.receivers[0], restarted) == {"body": 9.0, "head": 10.0}
 
 

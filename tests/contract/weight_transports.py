@@ -71,7 +71,7 @@ class CollectiveReceiver:
         left = self._group.num_ranks
         while left and self._lane:
             version, _, shard = self._lane.popleft()
-            if (version.adapter, version.version, version.term) == (wanted.adapter, wanted.version, wanted.epoch):
+            if (version.adapter, version.version, version.term) == (wanted.adapter, wanted.version, wanted.term):
                 left -= 1
                 yield WeightsPart(wanted, shard)
         if left:

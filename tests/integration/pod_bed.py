@@ -61,7 +61,7 @@ PATIENCE_S = 120.0
 class Asked(NamedTuple):
     """One ask of the orchestrator, and what came of it."""
 
-    epoch: int
+    number: int
     traffic: tuple[Demand, ...]
     """By racks."""
     promised: bool
@@ -75,28 +75,28 @@ class Controller(FabricController):
         super().__init__(config, kernel)
         self.asked: list[Asked] = []
         self.lit: dict[int, dict[str, int]] = {}
-        """The circuits of each epoch that had some, by the racks that they join."""
+        """The circuits of each number that had some, by the racks that they join."""
         self.look = self.sent = dict
         self.released: dict[int, dict[str, int]] = {}
-        """What had passed when the circuits of each epoch were given back."""
+        """What had passed when the circuits of each number were given back."""
 
     @handler(concurrency=16)
     async def ask_circuits(self, request: AskCircuits) -> CircuitsPromised | NoCircuits:
         reply = await super().ask_circuits(request)
         racks = tuple((ENGINES[a], ENGINES[b], size) for a, b, size in request.traffic)
-        self.asked.append(Asked(request.epoch, racks, isinstance(reply, CircuitsPromised), reply.why))
+        self.asked.append(Asked(request.number, racks, isinstance(reply, CircuitsPromised), reply.why))
         return reply
 
     @handler(concurrency=16)
     async def await_circuits(self, request: AwaitCircuits) -> CircuitsReady | NoCircuits:
         reply = await super().await_circuits(request)
         if isinstance(reply, CircuitsReady):
-            self.lit[request.epoch] = self.look()
+            self.lit[request.number] = self.look()
         return reply
 
     @handler
     async def release_circuits(self, message: ReleaseCircuits) -> None:
-        self.released[message.epoch] = self.sent()
+        self.released[message.number] = self.sent()
         await super().release_circuits(message)
 
 
@@ -234,7 +234,7 @@ class Bed:
         counted = orchestrator.metrics.snapshot()
         return {
             "asked": [
-                each._asdict() | {"lit": each.epoch in self.controller.lit, "passed": self.controller.released.get(each.epoch)}
+                each._asdict() | {"lit": each.number in self.controller.lit, "passed": self.controller.released.get(each.number)}
                 for each in self.controller.asked
             ],
             "lit_before": before,

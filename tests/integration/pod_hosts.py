@@ -80,8 +80,8 @@ class Engine(EngineWorker):
         if path == plugins.ENGINE_MOVES:
             fetch = made.caches.fetch
 
-            async def counted(source, request_id, epoch=0):
-                cache = await fetch(source, request_id, epoch)
+            async def counted(source, request_id, number=0):
+                cache = await fetch(source, request_id, number)
                 self._sizes[source.name] += len(cache.data) if cache is not None else 0
                 return cache
 

@@ -187,14 +187,14 @@ async def test_the_token_of_a_cancelled_get_is_given_back(server: BlobServer, cl
     assert server.num_segments <= 4
 
 
-async def test_of_two_writers_of_a_version_the_higher_epoch_stands_whoever_finishes_last(raw: RawClient, client: BlobClient):
+async def test_of_two_writers_of_a_version_the_higher_term_stands_whoever_finishes_last(raw: RawClient, client: BlobClient):
     segment = await raw.write(b"old")
     await client.put("w", 1, 2, [b"new"])
 
     reply, _ = await raw.ask(Publish(segment, BlobInfo("w", 1, 1, digest_of(b"old"), 3)))
 
     assert isinstance(reply, Found)
-    assert reply.info.epoch == 2
+    assert reply.info.term == 2
     assert (await client.get("w", 1))[1] == b"new"
 
 

@@ -29,7 +29,7 @@ def place(tmp_path_factory):
     for step in (2, 4):
         files = {path.name: path.read_bytes() for path in model.iterdir() if path.is_file()}
         files["optimizer.state"] = b"no tensors of a model"
-        checkpoints.write(folder / "run" / "checkpoints" / f"step_{step}", files, step=step, epoch=1)
+        checkpoints.write(folder / "run" / "checkpoints" / f"step_{step}", files, step=step, term=1)
     return folder
 
 
@@ -69,7 +69,7 @@ def test_a_checkpoint_in_several_files_is_evaluated_as_one_in_one_file(place):
     files |= {file: tensor_files.save({name: tensors[name] for name in names}) for file, names in parts.items()}
     index = {"weight_map": {name: file for file, names in parts.items() for name in names}}
     files["model.safetensors.index.json"] = json.dumps(index).encode()
-    checkpoints.write(place / "sharded" / "checkpoints" / "step_2", files, step=2, epoch=1)
+    checkpoints.write(place / "sharded" / "checkpoints" / "step_2", files, step=2, term=1)
 
     whole, sharded = (rubato("eval", run, "small.yaml", "--json", cwd=place) for run in ("run/checkpoints/step_2", "sharded"))
 

@@ -84,14 +84,14 @@ async def test_a_number_that_a_failover_forgot_is_not_given_again_when_the_old_m
     for each in (*bed.sentinels, bed.servers[2]):
         await each.kill()
     at_first, at_second = straight_to(first, replicated=False), straight_to(second, replicated=False)
-    numbers = [await at_first.increment("epoch") for _ in range(5)]
+    numbers = [await at_first.increment("term") for _ in range(5)]
     await first.admin.wait(1, 5000)
     await second.admin.replicaof("NO", "ONE")
-    numbers += [await at_first.increment("epoch") for _ in range(5)]  # which the new master never has
+    numbers += [await at_first.increment("term") for _ in range(5)]  # which the new master never has
     await first.admin.replicaof("127.0.0.1", second.port)
     await eventually(lambda: follows(first))
     await first.admin.replicaof("NO", "ONE")
-    numbers += [await at_first.increment("epoch") for _ in range(5)]
+    numbers += [await at_first.increment("term") for _ in range(5)]
 
     assert len(set(numbers)) == len(numbers), numbers
     await at_first.close()

@@ -127,11 +127,11 @@ def killed_at(place: Path, run: Path, url: str, step: int) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_a_run_whose_folder_is_gone_goes_on_gapless_from_its_mirror_under_a_later_epoch(place, url):
+def test_a_run_whose_folder_is_gone_goes_on_gapless_from_its_mirror_under_a_later_term(place, url):
     first, second = place / "first", place / "second"
     killed_at(place, first, url, 8)
     log = (first / "logs" / "trainer-1.jsonl").read_text()
-    before, steps = checkpoint.newest_epoch(first / "checkpoints"), len(rows(first)) + 3
+    before, steps = checkpoint.newest_term(first / "checkpoints"), len(rows(first)) + 3
     shutil.rmtree(first)
 
     resumed = rubato(*words(place, second, url, steps, "--resume"), cwd=place)
@@ -142,7 +142,7 @@ def test_a_run_whose_folder_is_gone_goes_on_gapless_from_its_mirror_under_a_late
     samples = [json.loads(line) for line in (second / "samples.jsonl").read_text().splitlines()]
     trained = [x["trajectory_id"] for x in samples if x["fate"] == "trained"]
     assert len(trained) == len(set(trained))
-    assert checkpoint.newest_epoch(second / "checkpoints") > before + 1
+    assert checkpoint.newest_term(second / "checkpoints") > before + 1
     assert "hunter2" not in log
     assert not left_behind(second)
 
@@ -155,7 +155,7 @@ def test_a_run_whose_folder_is_gone_goes_on_gapless_from_its_mirror_under_a_late
 def test_an_upload_that_was_killed_in_the_middle_is_passed_over(url, tmp_path, at):
     for step, size in ((1, 10), (2, 20 << 20)):
         files = {"weights": os.urandom(size), "rest": b"1"}
-        checkpoint.write(tmp_path / "checkpoints" / f"step_{step}", files, step=step, epoch=1)
+        checkpoint.write(tmp_path / "checkpoints" / f"step_{step}", files, step=step, term=1)
     Mirror(url).put(Copy(Claim(1, "aaaaaaaa"), 1), tmp_path / "checkpoints" / "step_1", "line")
 
     command = [sys.executable, "-c", TORN, url, str(tmp_path / "checkpoints" / "step_2"), str(at)]
@@ -200,7 +200,7 @@ def test_a_full_mirror_is_told_as_one(tmp_path):
     if mounted.returncode:
         pytest.skip(f"no disk can be mounted here: {mounted.stderr.decode().strip()}")
     try:
-        checkpoint.write(tmp_path / "checkpoints" / "step_1", {"weights": bytes(4 << 20)}, step=1, epoch=1)
+        checkpoint.write(tmp_path / "checkpoints" / "step_1", {"weights": bytes(4 << 20)}, step=1, term=1)
         with pytest.raises(Exception, match="it is full"):
             Mirror(f"{disk}/mirror").put(Copy(Claim(1, "aaaaaaaa"), 1), tmp_path / "checkpoints" / "step_1", "line")
     finally:

@@ -128,8 +128,8 @@ def test_engines_of_several_hosts_bring_the_rows_of_each_host_from_where_they_we
 
 
 def _swapped(job, engine):
-    """Epoch and version of what the engine took in."""
-    return [(event["epoch"], event["version"]) for event in job.events(engine, "weights_swapped")]
+    """Term and version of what the engine took in."""
+    return [(event["term"], event["version"]) for event in job.events(engine, "weights_swapped")]
 
 
 def _pulled(run):

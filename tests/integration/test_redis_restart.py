@@ -116,7 +116,7 @@ async def test_no_number_is_given_twice_by_a_server_that_forgot_its_newest(
     server: EmbeddedRedis, store: RedisStore, tmp_path: Path, remembers: bool
 ):
     async def drawn() -> list[int]:
-        return [await store.increment(name) for name in ("n", "epoch") for _ in range(5)]
+        return [await store.increment(name) for name in ("n", "term") for _ in range(5)]
 
     first = await drawn() if remembers else [await store.increment("other")]
     state, kept = server._state, tmp_path / "kept"
@@ -131,7 +131,7 @@ async def test_no_number_is_given_twice_by_a_server_that_forgot_its_newest(
         numbers.append(await drawn())
 
     counts = [number for each in numbers for number in each[:5]]
-    epochs = [number for each in numbers for number in each[5:]]
+    terms = [number for each in numbers for number in each[5:]]
     assert counts == sorted(set(counts))
-    assert epochs == sorted(set(epochs))
+    assert terms == sorted(set(terms))
     assert [first, numbers[0]] == ([[1, 2, 3, 4, 5] * 2, [6, 7, 8, 9, 10] * 2] if remembers else [[1], [1, 2, 3, 4, 5] * 2])

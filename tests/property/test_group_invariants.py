@@ -30,7 +30,7 @@ class Life:
             extra_rollouts=extra,
         )
         self.groups = Groups(self.limits, alpha)
-        self.epoch = 0
+        self.term = 0
         self.now = 0.0
         self.held = []
         self.cancelled = set()
@@ -134,7 +134,7 @@ class Life:
         """What the trainer is handed: the order, and the receipt for its checkpoint."""
         groups = self.groups.steps[step]
         self.bound[step] = [group.id for group in groups]
-        ends = tuple(end for group in groups for end in group.ends(self.epoch))
+        ends = tuple(end for group in groups for end in group.ends(self.term))
         self.receipts[step] = Receipt(step, self.groups.training.cursor, ends)
 
     def advance(self, number):
@@ -144,13 +144,13 @@ class Life:
 
     def commit(self, number):
         if steps := self.trained_steps():
-            self.groups.commit(steps[number % len(steps)], self.epoch)
+            self.groups.commit(steps[number % len(steps)], self.term)
 
     def draw(self, number):
         """Another trainer begins after a checkpoint that covers some of what was trained."""
-        self.epoch += 1
+        self.term += 1
         saved = [self.groups.training.committed, *self.trained_steps()]
-        self.groups.take_over(self.epoch, saved[number % len(saved)])
+        self.groups.take_over(self.term, saved[number % len(saved)])
         assert not self.groups.trained
         for step, groups in self.groups.steps.items():
             assert [group.id for group in groups] == self.bound[step], "the same groups in the same order"
@@ -159,9 +159,9 @@ class Life:
     def raises(self, number):
         if steps := self.steps_in_state("bound"):
             step = steps[0]
-            self.epoch += 1
-            self.groups.check_epoch(self.epoch)
-            for group in self.groups.raised(step, self.epoch):
+            self.term += 1
+            self.groups.check_term(self.term)
+            for group in self.groups.raised(step, self.term):
                 assert group.fate == "poisoned"
                 self.receipts.pop(step, None)
 
@@ -237,7 +237,7 @@ class Life:
                 assert 0 < end.step <= self.groups.training.committed
                 assert self.alpha < 0 or end.step - 1 - end.outcome.version_first <= self.alpha
             else:
-                assert (end.step, end.epoch) == (0, 0)
+                assert (end.step, end.term) == (0, 0)
 
     def check_slots(self):
         """Slots are what is open, ready or bound; only open groups have rollouts that run."""

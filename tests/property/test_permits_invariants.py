@@ -1,4 +1,4 @@
-"""Whatever comes in which order: a pool has one holder at most, epochs only rise, and nobody overtakes."""
+"""Whatever comes in which order: a pool has one holder at most, terms only rise, and nobody overtakes."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,29 +11,29 @@ OPERATIONS = st.lists(st.tuples(st.sampled_from(("join", "gone", "narrow")), st.
 def _play(operations):
     """(line, grants in order, joins in order) after each operation, which is followed by a grant as in a compare-and-set."""
     line, grants, joins = PermitLine(), [], []
-    for epoch, (what, ticket) in enumerate(operations, 1):
+    for term, (what, ticket) in enumerate(operations, 1):
         before = line
         if what == "join":
-            line = joined(line, Stand(f"job{ticket}", "rollout", ticket, float(epoch)))
+            line = joined(line, Stand(f"job{ticket}", "rollout", ticket, float(term)))
             if ticket not in before.tickets:
                 joins.append(ticket)
         elif what == "narrow":
             line = narrowed(line, ticket, (ticket % 3,))
         else:
             line = kept(line, line.tickets - {ticket})
-        line = granted(line, epoch, float(epoch))
+        line = granted(line, term, float(term))
         if line.holder is not None and line.holder != before.holder:
             grants.append(line.holder)
         yield before, line, grants, joins
 
 
 @given(OPERATIONS)
-def test_epochs_of_grants_only_rise_and_a_free_pool_has_no_queue(operations):
+def test_terms_of_grants_only_rise_and_a_free_pool_has_no_queue(operations):
     for _, line, grants, _ in _play(operations):
-        epochs = [stand.epoch for stand in grants]
-        assert epochs == sorted(set(epochs))
+        terms = [stand.term for stand in grants]
+        assert terms == sorted(set(terms))
         assert line.holder is not None or not line.queue
-        assert all(stand.epoch == 0 for stand in line.queue)
+        assert all(stand.term == 0 for stand in line.queue)
 
 
 @given(OPERATIONS)
@@ -59,11 +59,11 @@ def test_a_job_that_asks_again_has_the_place_that_it_had(operations, ticket):
 @given(OPERATIONS)
 def test_no_place_of_a_pool_is_ever_two_jobs(operations):
     for _, line, _, _ in _play(operations):
-        epochs = [stand.epoch for stand in (line.holder, line.tail) if stand is not None]
+        terms = [stand.term for stand in (line.holder, line.tail) if stand is not None]
         for place in range(3):
-            assert sum(line.may_use(epoch, place) is not None for epoch in epochs) <= 1
+            assert sum(line.may_use(term, place) is not None for term in terms) <= 1
         if line.tail is not None:
-            assert [place for place in range(3) if line.may_use(line.tail.epoch, place)] == list(line.tail.places)
+            assert [place for place in range(3) if line.may_use(line.tail.term, place)] == list(line.tail.places)
 
 
 @given(st.lists(st.integers(1, 30), unique=True), st.sets(st.integers(1, 30)))

@@ -35,7 +35,7 @@ class Job:
     """Incarnations of a controller, one after another, over one store and one switch."""
 
     def __init__(self):
-        self.store, self.switch, self.epochs = MemoryStore(), FaultySwitch(), []
+        self.store, self.switch, self.changes = MemoryStore(), FaultySwitch(), []
         self.incarnation, self.kill_at, self.fault_at = 0, "", {}
 
     async def begin(self):
@@ -98,7 +98,7 @@ def test_once_the_switch_behaves_it_holds_exactly_what_is_wanted(steps, last):
         for wanted, fault, stage in steps:
             job.harm(fault, stage)
             await job.reach(wanted)
-            job.epochs.append(job.ledger.entry.epoch)
+            job.changes.append(job.ledger.entry.change)
             job.heal()
             await asyncio.sleep(1)
 
@@ -106,7 +106,7 @@ def test_once_the_switch_behaves_it_holds_exactly_what_is_wanted(steps, last):
 
         assert job.switch.status() == dict.fromkeys(last, "tuned")
         assert job.ledger.entry.stage == "committed"
-        assert job.epochs == sorted(job.epochs)
-        assert job.ledger.entry.epoch > max(job.epochs)
+        assert job.changes == sorted(job.changes)
+        assert job.ledger.entry.change > max(job.changes)
 
     run_virtual(main, seed=1)

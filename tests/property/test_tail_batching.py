@@ -35,7 +35,7 @@ class Job:
     """Step → rows, as the weights of now were made."""
     receipts: dict[int, bytes] = field(default_factory=dict)
     checkpoint: tuple[int, dict, dict] = (0, {}, {})
-    epoch: int = 0
+    term: int = 0
     step: int = 0
     """Trained by the trainer that lives."""
     ends: list = field(default_factory=list)
@@ -100,7 +100,7 @@ class Job:
                 return
             self.groups.bind(step, self.groups.chosen(plan))
         bound, training = self.groups.steps[step], self.groups.record()
-        ends = tuple(end for group in bound for end in group.ends(self.epoch))
+        ends = tuple(end for group in bound for end in group.ends(self.term))
         self.receipts[step] = encode(Receipt(step, training.cursor, ends, training.policies))
         self.history[step] = [(group.task, group.row) for group in bound]
         self.sizes += [group.num_scored for group in bound]
@@ -112,7 +112,7 @@ class Job:
     def save(self):
         kept = [{step: each[step] for step in each if step <= self.step} for each in (self.history, self.receipts)]
         self.checkpoint = (self.step, *kept)
-        self.groups.commit(self.step, self.epoch)
+        self.groups.commit(self.step, self.term)
         self.groups.advance(self.step)
 
     def disturb(self):
@@ -131,10 +131,10 @@ class Job:
             self.old = self.stored()
 
     def trainer_falls_back(self):
-        self.epoch += 1
+        self.term += 1
         self.step, self.history, self.receipts = self.checkpoint[0], dict(self.checkpoint[1]), dict(self.checkpoint[2])
         self.groups.cover(self.known_receipts())
-        self.groups.take_over(self.epoch, self.step)
+        self.groups.take_over(self.term, self.step)
 
     def known_receipts(self):
         return [decode(self.checkpoint[2][step], type=Receipt) for step in sorted(self.checkpoint[2])]
@@ -144,7 +144,7 @@ class Job:
         training, groups = stored
         self.groups = self.buffer()
         self.groups.restore(decode(training, type=Training), [decode(group, type=Group) for group in groups], 0.0)
-        self.groups.training.epoch = self.epoch
+        self.groups.training.term = self.term
         self.groups.cover(self.known_receipts())
 
 

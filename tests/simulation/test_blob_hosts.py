@@ -307,7 +307,7 @@ async def test_a_host_that_has_the_version_before_gets_what_changed_and_relays_i
 
 
 @virtual
-async def test_a_host_without_the_version_before_and_one_with_another_epochs_pull_it_whole(tmp_path):
+async def test_a_host_without_the_version_before_and_one_with_another_terms_pull_it_whole(tmp_path):
     async with hosts(tmp_path, 3) as made:
         await made.put(1)
         info, delta = await made.put(2)

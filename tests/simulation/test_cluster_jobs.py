@@ -401,23 +401,23 @@ async def test_an_engine_computes_nothing_under_a_permit_that_is_not_held(tmp_pa
         asked = tasks.create_task(bench.ask(request(num=50)))
 
         async with cluster.permits.hold("rollout", "rollout", "a") as old:
-            await bench.ask(WakeEngine(old.epoch))
+            await bench.ask(WakeEngine(old.term))
             await asyncio.sleep(1.0)
         async with cluster.permits.hold("rollout", "rollout", "b") as other:
             await asyncio.sleep(TTL_S)
             num, asleep = worker._num_tokens, worker._engine.load().asleep
-            with pytest.raises(Failed, match=f"epoch {old.epoch} does not hold rollout now"):
-                await bench.ask(WakeEngine(old.epoch))
+            with pytest.raises(Failed, match=f"term {old.term} does not hold rollout now"):
+                await bench.ask(WakeEngine(old.term))
             await asyncio.sleep(1.0)
             assert worker._num_tokens == num
         async with cluster.permits.hold("rollout", "rollout", "a") as new:
-            await bench.ask(WakeEngine(new.epoch))
+            await bench.ask(WakeEngine(new.term))
             reply = await asked
 
         assert asleep
         assert 0 < num < 50
         assert len(unpack_i32(reply.tokens.ids)) == 50
-        assert new.epoch > other.epoch > old.epoch
+        assert new.term > other.term > old.term
         for kernel in bench.kernels.values():
             kernel.stop()
 
@@ -440,7 +440,7 @@ async def test_an_engine_sleeps_when_its_permit_is_over_though_no_proxy_can_be_t
         asked = tasks.create_task(bench.ask(request(num=100)))
 
         async with cluster.permits.hold("rollout", "rollout", "a") as held:
-            await bench.ask(WakeEngine(held.epoch))
+            await bench.ask(WakeEngine(held.term))
             tell, worker.tell_proxies = worker.tell_proxies, lambda: asyncio.sleep(30)
             cluster.links["a"].cut("silent")  # its host is cut off
             await asyncio.sleep(TTL_S)
@@ -451,7 +451,7 @@ async def test_an_engine_sleeps_when_its_permit_is_over_though_no_proxy_can_be_t
             assert worker._num_tokens == num
             cluster.links["a"].mend()
             worker.tell_proxies = tell
-            await bench.ask(WakeEngine(held.epoch))
+            await bench.ask(WakeEngine(held.term))
             assert len(unpack_i32((await asked).tokens.ids)) == 100
         for kernel in bench.kernels.values():
             kernel.stop()

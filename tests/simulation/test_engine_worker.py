@@ -110,10 +110,10 @@ class Bench:
     def ask(self, message, timeout=60.0):
         return self.kernels["llm_proxy-1"].ref("engine-1").ask(message, timeout=timeout)
 
-    async def publish(self, version, epoch=1, *, tell=True):
-        info = await self.blobs.put("weights", version, epoch, [image()])
+    async def publish(self, version, term=1, *, tell=True):
+        info = await self.blobs.put("weights", version, term, [image()])
         if tell:
-            message = WeightsPublished(version, epoch, info.digest, info.size_bytes)
+            message = WeightsPublished(version, term, info.digest, info.size_bytes)
             await self.kernels["llm_proxy-1"].ref("engine-1").tell(message)
 
 
@@ -340,10 +340,10 @@ async def test_a_request_in_flight_goes_on_across_a_swap(bench, worker):
 
 
 @simulated()
-async def test_a_higher_epoch_replaces_the_same_version_and_an_older_one_is_not_taken(bench, worker):
-    await bench.publish(3, epoch=1)
+async def test_a_higher_term_replaces_the_same_version_and_an_older_one_is_not_taken(bench, worker):
+    await bench.publish(3, term=1)
     await asyncio.sleep(0.1)
-    await bench.publish(3, epoch=2)
+    await bench.publish(3, term=2)
     await asyncio.sleep(0.1)
 
     assert worker.metrics.snapshot()["weights/version"] == 3
@@ -456,7 +456,7 @@ async def test_a_held_engine_takes_nothing_newer_until_it_is_let_go_and_its_prox
 
 
 @simulated(check_s=1.0)
-async def test_a_hold_that_is_not_renewed_ends_by_itself_and_so_does_one_of_an_older_epoch(bench, worker):
+async def test_a_hold_that_is_not_renewed_ends_by_itself_and_so_does_one_of_an_older_term(bench, worker):
     await bench.publish(1)
     assert (await bench.ask(HoldWeights(1, 1, 5.0))).held
     await bench.publish(2)
@@ -466,7 +466,7 @@ async def test_a_hold_that_is_not_renewed_ends_by_itself_and_so_does_one_of_an_o
 
     assert not (await bench.ask(HoldWeights(1, 1, 5.0))).held
     assert (await bench.ask(HoldWeights(2, 1, 500.0))).held
-    await bench.publish(2, epoch=2)
+    await bench.publish(2, term=2)
     await asyncio.sleep(1.0)
     assert (await bench.ask(HoldWeights(2, 2, 5.0))).held
 
@@ -519,10 +519,10 @@ async def test_another_degree_is_carried_out_once_and_an_order_of_before_is_refu
     asked = bench.tasks.create_task(bench.ask(request(num=100)))
     await asyncio.sleep(0.1)
 
-    changed = await bench.ask(Reconfigure(4, epoch=7))
-    again = await bench.ask(Reconfigure(4, epoch=7))
-    with pytest.raises(Failed, match="refused an order of epoch 6: engine-1 has carried out one of epoch 7"):
-        await bench.ask(Reconfigure(2, epoch=6))
+    changed = await bench.ask(Reconfigure(4, term=7))
+    again = await bench.ask(Reconfigure(4, term=7))
+    with pytest.raises(Failed, match="refused an order of term 6: engine-1 has carried out one of term 7"):
+        await bench.ask(Reconfigure(2, term=6))
 
     assert (changed.info.name, changed.info.degree, changed.info.asleep) == ("engine-1", 4, False)
     assert changed.seconds > 0.0
@@ -535,12 +535,12 @@ async def test_another_degree_is_carried_out_once_and_an_order_of_before_is_refu
 @simulated(pace=PaceSection(hardware="h20", model="qwen3-8b"))
 async def test_an_order_that_can_not_be_is_refused_in_a_sentence_and_counts_for_nothing(bench, worker):
     with pytest.raises(Failed, match="degree=3 does not divide the 32 attention heads"):
-        await bench.ask(Reconfigure(3, epoch=9))
+        await bench.ask(Reconfigure(3, term=9))
     with pytest.raises(Failed, match="level=3 is no level of sleep"):
         await bench.ask(SleepEngine(3))
     assert bench.proxy.states[-1] == (False, 1)
 
-    assert (await bench.ask(Reconfigure(2, epoch=8))).info.degree == 2
+    assert (await bench.ask(Reconfigure(2, term=8))).info.degree == 2
 
 
 class Incapable(ScriptedEngine):

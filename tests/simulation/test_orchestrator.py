@@ -375,7 +375,7 @@ async def test_whoever_is_killed_as_an_engine_wakes_for_a_split_nothing_is_lost_
         await made.asker.ref("engine-2").ask(SleepEngine(), timeout=60.0)
         await made.asker.ref("engine-1").ask(Reconfigure(2, 1), timeout=60.0)
         await made.restart("orchestrator-1")
-        await made.until(lambda: made.actors["llm_proxy-1"].hook(plugins.SURVEYS).epoch > 1)  # it looks on as the first ones end
+        await made.until(lambda: made.actors["llm_proxy-1"].hook(plugins.SURVEYS).term > 1)  # it looks on as the first ones end
         lengths = [10] * 64
         await whole(lengths[:8], [made.ask(place, length) for place, length in enumerate(lengths[:8])])
         assert made.shapes == [(False, 2), (True, 1)]
@@ -448,8 +448,8 @@ async def test_orders_of_an_orchestrator_that_was_replaced_are_refused(tmp_path)
         moved = await proxy.ask(Move("r0", "engine-2", 6), timeout=60.0)
         assert isinstance(moved, NotMoved)
         assert "later orchestrator" in moved.why
-        for order in (SleepEngine(epoch=6), WakeEngine(6), Reconfigure(1, 6)):
-            with pytest.raises(Failed, match="refused an order of epoch"):
+        for order in (SleepEngine(term=6), WakeEngine(6), Reconfigure(1, 6)):
+            with pytest.raises(Failed, match="refused an order of term"):
                 await engine.ask(order, timeout=60.0)
         await whole(lengths, asked)
 

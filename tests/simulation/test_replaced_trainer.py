@@ -62,7 +62,7 @@ def test_a_replaced_trainer_that_wakes_in_the_middle_of_a_checkpoint_does_not_en
 
             def stopped_in_it(path, content):
                 digest = write(path, content)
-                checkpoints.drop_unnamed(folder.parent, epoch=9)  # the successor's Trainer._take_over, meanwhile
+                checkpoints.drop_unnamed(folder.parent, term=9)  # the successor's Trainer._take_over, meanwhile
                 return digest
 
             checkpoints.write_through = stopped_in_it

@@ -8,7 +8,7 @@ import msgspec
 
 from rubato.actors.config import SamplesSection, TrainSection
 from rubato.actors.messages.generation import VersionSpan
-from rubato.actors.messages.samples import Admit, Advance, Batch, Claim, Close, Commit, DrawEpoch, PolicyState, Put, Segment, Trajectory
+from rubato.actors.messages.samples import Admit, Advance, Batch, Claim, Close, Commit, DrawTerm, PolicyState, Put, Segment, Trajectory
 from rubato.actors.samples.buffer import SampleBuffer
 from rubato.actors.samples.journal import read_records
 from rubato.bus.errors import AskFailed
@@ -105,19 +105,19 @@ async def test_a_job_runs_through_the_bus_and_survives_the_buffers_death(tmp_pat
         _, trainer = await start(Actor, "trainer-1", ActorConfig())
         rolling = tasks.create_task(roll_out(manager, kernel.incarnation))
         buffer = trainer.ref("sample_buffer")
-        epoch = (await buffer.ask(DrawEpoch(0, 0), timeout=5.0)).epoch
+        term = (await buffer.ask(DrawTerm(0, 0), timeout=5.0)).term
 
         trained = []
         for step in range(1, STEPS + 1):
-            batch = await buffer.ask(Claim(step, epoch, BATCH_GROUPS, 5.0), timeout=10.0)
+            batch = await buffer.ask(Claim(step, term, BATCH_GROUPS, 5.0), timeout=10.0)
             assert isinstance(batch, Batch)
             samples = [msgspec.msgpack.decode(s, type=Trajectory) for group in batch.groups for s in group]
             trained += [sample.ticket.trajectory_id for sample in samples]
             if step == 3:
                 await kill("sample_buffer-1")
                 await start(SampleBuffer, "sample_buffer-1", config)
-            await buffer.ask(Advance(step, epoch), timeout=5.0)
-            await buffer.ask(Commit(step, epoch), timeout=5.0)
+            await buffer.ask(Advance(step, term), timeout=5.0)
+            await buffer.ask(Commit(step, term), timeout=5.0)
         await buffer.ask(Close(), timeout=5.0)
         await rolling
 

@@ -80,7 +80,7 @@ def test_a_removed_safeguard_is_noticed(bench, name):
     assert outcome.violation is not None
 
 
-def test_a_move_without_its_epoch_is_noticed(bench):
+def test_a_move_without_its_number_is_noticed(bench):
     outcome, _ = first_catch(bench, "move", start=0, most=40, kinds=mutations.MUTATIONS["move"].faults)
 
     assert outcome is not None

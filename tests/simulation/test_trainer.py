@@ -16,14 +16,14 @@ from rubato.actors.messages.samples import (
     Claim,
     Close,
     Commit,
-    DrawEpoch,
-    Epoch,
+    DrawTerm,
     EvalResult,
     Evaluate,
     NotReady,
     PolicyState,
     Segment,
     StepRaised,
+    Term,
     Ticket,
     Trajectory,
 )
@@ -56,8 +56,8 @@ class Buffer(Actor):
         self.committed = []
 
     @handler
-    async def draw(self, request: DrawEpoch) -> Epoch:
-        return Epoch(request.at_least, request.step, ())
+    async def draw(self, request: DrawTerm) -> Term:
+        return Term(request.at_least, request.step, ())
 
     @handler
     async def advance(self, request: Advance) -> PolicyState:
@@ -302,10 +302,10 @@ def test_a_drain_waits_for_the_checkpoint_under_way_and_saves_no_step_twice(tmp_
 
 
 class FullDisk(ToyTrainEngine):
-    def write_toy(self, step, content, epoch, receipts, folder):
+    def write_toy(self, step, content, term, receipts, folder):
         if step > 1:
             raise checkpoints.CheckpointError(f"checkpoint {folder.name} could not be written: no space")
-        super().write_toy(step, content, epoch, receipts, folder)
+        super().write_toy(step, content, term, receipts, folder)
 
 
 def test_a_drain_waits_for_no_batch_that_can_not_be_filled_any_more(tmp_path):
@@ -379,7 +379,7 @@ def test_what_changed_is_published_beside_weights_that_leave_the_host_and_only_t
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert whole.version == 3
     if node == "node-2":
-        assert (delta.version, delta.epoch) == (whole.version, whole.epoch)
+        assert (delta.version, delta.term) == (whole.version, whole.term)
         assert rows[-1]["weights/delta_bytes"] == delta.size_bytes < whole.size_bytes
     else:
         assert delta is None

@@ -66,7 +66,7 @@ class Trial:
             last = loop.time()
             self.came.set()
             if at % 10 == 0:
-                self.numbers.append(await self.store.increment("epoch"))
+                self.numbers.append(await self.store.increment("term"))
             await asyncio.sleep(PACE_S)
 
     async def some(self) -> None:

@@ -107,7 +107,7 @@ def measured(engine: Any, model: Path, folder: Path, steps: list[list[list[Traje
     if engine.num_ranks > 1:
         engine.saved(1).write(folder)
     else:
-        engine.snapshot(epoch=1)(folder / "step_1")
+        engine.snapshot(term=1)(folder / "step_1")
     return {"grads": grads, "wall": wall, "cpu": cpu, "peak": max(0, memory("VmHWM") - before)}
 
 

@@ -97,7 +97,7 @@ def read_saved(folder: Path) -> Saved:
 def save(folder: Path, files: Mapping[str, bytes], saved: Saved) -> None:
     """Write it whole, or leave what was there. Blocks; raises OSError and CheckpointError."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    checkpoints.write(folder, {**files, SAVED: msgspec.json.encode(saved)}, step=saved.version, epoch=0)
+    checkpoints.write(folder, {**files, SAVED: msgspec.json.encode(saved)}, step=saved.version, term=0)
 
 
 class StateFolder:
@@ -120,7 +120,7 @@ class StateFolder:
     def write(self, files: Mapping[str, bytes], state: State) -> None:
         """The newest from now on, in place of the one before. Raises OSError and CheckpointError."""
         waiting = self._folder / f"waiting_{state.applied}.{self._term}"
-        checkpoints.write(waiting, {**files, SAVED: msgspec.json.encode(state)}, step=state.applied, epoch=self._term)
+        checkpoints.write(waiting, {**files, SAVED: msgspec.json.encode(state)}, step=state.applied, term=self._term)
         checkpoints.name(waiting, self._folder / f"step_{state.applied}", self._term)
         checkpoints.prune(self._folder, 1, self._term)
 

@@ -140,7 +140,7 @@ class TinkerTrainer(Actor):
         except TrainError as error:
             self.finish(str(error), failed=True)
             return
-        self._term = await self.offload(checkpoints.newest_epoch, self._folder) + 1
+        self._term = await self.offload(checkpoints.newest_term, self._folder) + 1
         await self.on_disk(self.run.folder, checkpoints.take_over, self._folder, self._term)
         self._publisher = AdapterPublisher(self, BlobSender(self), self._term)
         self.log.info("tinker_trainer_started", term=self._term)

@@ -1,7 +1,7 @@
 """What a step of Slurm runs, as `python -m rubato.runtime.launch.slurm.step FOLDER PATIENCE_S MODULE ARGUMENTS…`: one command, as its child.
 
 Its stdin is the srun that started the step: first the command's own first line, then the number of each signal for it, and empty lines
-that say that somebody still listens. To that srun it says `up STEP NODE` and `ended CODE`, which no exit code of srun tells apart from others.
+that say that the host still listens. To that srun it says `up STEP NODE` and `ended CODE`, which no exit code of srun tells apart from others.
 """
 
 import asyncio

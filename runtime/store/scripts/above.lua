@@ -1,7 +1,7 @@
 -- Put in front of scripts that count: the next number of a counter, which no restart of the server, and no failover, makes it give twice.
 --
 -- A server that came back, or became the master, may have forgotten its newest numbers, and all of a counter. So the first number that it
--- gives of one leaps to the milliseconds since the run first counted anything, which is more than anybody counted until then.
+-- gives of one leaps to the milliseconds since the run first counted anything, which is more than any process counted until then.
 --
 -- marks    HASH first -> "<term of the server that counted first in this run> <milliseconds of its clock>"
 --               last <counter> -> term that gave its newest number; where none did yet, the first term counts

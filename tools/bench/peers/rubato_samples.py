@@ -19,7 +19,7 @@ from load import Figures, now_ns, rate, report
 
 from rubato.actors.config import StalenessSection, TrainSection
 from rubato.actors.messages.generation import VersionSpan
-from rubato.actors.messages.samples import Admit, Advance, Batch, Claim, Commit, DrawEpoch, Put, Segment, Ticket, Trajectory
+from rubato.actors.messages.samples import Admit, Advance, Batch, Claim, Commit, DrawTerm, Put, Segment, Ticket, Trajectory
 from rubato.actors.samples.buffer import SampleBuffer
 from rubato.bus.link import Identity
 from rubato.bus.zmq import ZmqTransport
@@ -115,15 +115,15 @@ async def _put(ref: Ref) -> float:
 
 
 async def _claim(ref: Ref) -> float:
-    epoch = (await ref.ask(DrawEpoch(1, 0), timeout=TIMEOUT_S)).epoch
+    term = (await ref.ask(DrawTerm(1, 0), timeout=TIMEOUT_S)).term
     began, seen = now_ns(), 0
     for step in range(1, STEPS + 1):
-        batch = await ref.ask(Claim(step, epoch, BATCH_GROUPS), timeout=TIMEOUT_S)
+        batch = await ref.ask(Claim(step, term, BATCH_GROUPS), timeout=TIMEOUT_S)
         if not isinstance(batch, Batch):
             raise RuntimeError(f"step {step}: {batch.why}")
         seen += sum(map(len, batch.groups))
-        await ref.ask(Advance(step, epoch), timeout=TIMEOUT_S)
-        await ref.ask(Commit(step, epoch), timeout=TIMEOUT_S)
+        await ref.ask(Advance(step, term), timeout=TIMEOUT_S)
+        await ref.ask(Commit(step, term), timeout=TIMEOUT_S)
     return rate(seen, began)
 
 

@@ -101,7 +101,7 @@ def test_a_name_that_is_taken_or_that_there_is_not_is_told(bank):
 def test_one_goes_on_from_its_checkpoint_in_another_bank_as_it_would_have_in_its_own(bank, base, trajectory, tmp_path):
     subject = bank(AMPLE)
     images = trained(subject, trajectory)
-    subject.snapshot("b", epoch=2)(tmp_path / "step_3")
+    subject.snapshot("b", term=2)(tmp_path / "step_3")
 
     other = AdapterBank(ModelSection(), base, tmp_path / "other", budget_bytes=AMPLE)
     stands_at = other.add("mine", SECTIONS["b"], steps=10, seed=5, checkpoint=tmp_path / "step_3")

@@ -22,14 +22,14 @@ def saved(base, tmp_path, adapter_image):
     engine = LoraTrainEngine(ModelSection(), TrainSection(lora=LoraSection(rank=4, alpha=8)), steps=1, seed=1)
     engine.load(base, None)
     folder = tmp_path / "run" / "checkpoints" / "step_1"
-    engine.snapshot(epoch=1)(folder)
+    engine.snapshot(term=1)(folder)
     (folder / shapes.WEIGHTS).write_bytes(adapter_image(1))
     (folder / "manifest.json").unlink()
     engine._lora = engine._lora.model_copy(update={"start": str(folder)})
     again = LoraTrainEngine(ModelSection(), TrainSection(lora=engine._lora), steps=1, seed=1)
     again.load(base, None)
     shutil.rmtree(folder)
-    again.snapshot(epoch=1)(folder)
+    again.snapshot(term=1)(folder)
     return folder, again.logprobs([TOKENS])[0][1:]
 
 
@@ -63,7 +63,7 @@ def test_a_base_model_that_was_moved_is_named_by_hand_and_another_is_refused(sav
 def test_a_checkpoint_of_a_whole_model_becomes_a_model_without_what_only_training_needs(base, tmp_path):
     engine = TorchTrainEngine(ModelSection(), TrainSection(), steps=1, seed=1)
     engine.load(base, None)
-    engine.snapshot(epoch=1)(tmp_path / "step_1")
+    engine.snapshot(term=1)(tmp_path / "step_1")
 
     main([str(tmp_path / "step_1"), "--merged", str(tmp_path / "out")])
 

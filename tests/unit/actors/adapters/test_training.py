@@ -86,7 +86,7 @@ def test_what_is_published_is_the_adapter_and_says_whose_it_is(engine, base):
 def test_a_checkpoint_is_a_folder_that_peft_reads(engine, base, trajectory, tmp_path):
     subject = engine()
     subject.train(1, [group_of(subject, trajectory)])
-    subject.snapshot(epoch=1)(tmp_path / "step_1")
+    subject.snapshot(term=1)(tmp_path / "step_1")
 
     loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), tmp_path / "step_1").eval()
 
@@ -102,7 +102,7 @@ def test_training_goes_on_from_a_checkpoint_as_if_never_interrupted(engine, traj
     subject = engine(dtype=dtype)
     batches = [[group_of(subject, trajectory)] for _ in range(2)]
     subject.train(1, batches[0])
-    subject.snapshot(epoch=3)(tmp_path / "step_1")
+    subject.snapshot(term=3)(tmp_path / "step_1")
     subject.train(2, batches[1])
 
     resumed = engine(tmp_path / "step_1", dtype=dtype)
@@ -145,7 +145,7 @@ def test_activations_computed_again_give_the_same_update(engine, trajectory):
 def test_an_adapter_is_begun_with_where_one_is_named(engine, trajectory, tmp_path):
     subject = engine()
     subject.train(1, [group_of(subject, trajectory)])
-    subject.snapshot(epoch=1)(tmp_path / "step_1")
+    subject.snapshot(term=1)(tmp_path / "step_1")
 
     begun = engine(lora=LORA.model_copy(update={"start": str(tmp_path / "step_1")}))
 
@@ -153,8 +153,8 @@ def test_an_adapter_is_begun_with_where_one_is_named(engine, trajectory, tmp_pat
 
 
 def test_a_checkpoint_of_an_adapter_is_no_model_and_a_whole_one_no_adapter(engine, tmp_path):
-    engine().snapshot(epoch=1)(tmp_path / "step_1")
-    engine(kind=TorchTrainEngine, lora=None).snapshot(epoch=1)(tmp_path / "step_2")
+    engine().snapshot(term=1)(tmp_path / "step_1")
+    engine(kind=TorchTrainEngine, lora=None).snapshot(term=1)(tmp_path / "step_2")
 
     with pytest.raises(TrainError, match="holds an adapter: set train"):
         engine(tmp_path / "step_1", kind=TorchTrainEngine, lora=None)
@@ -163,7 +163,7 @@ def test_a_checkpoint_of_an_adapter_is_no_model_and_a_whole_one_no_adapter(engin
 
 
 def test_a_checkpoint_over_another_base_is_refused(engine, tmp_path):
-    engine().snapshot(epoch=1)(tmp_path / "step_1")
+    engine().snapshot(term=1)(tmp_path / "step_1")
 
     with pytest.raises(TrainError, match="is an adapter of another base model"):
         engine(tmp_path / "step_1", folder=write_model(tmp_path / "other", seed=1))

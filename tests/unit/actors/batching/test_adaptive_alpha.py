@@ -5,7 +5,7 @@ import asyncio
 import msgspec
 import pytest
 
-from rubato.actors.messages.samples import Advance, Batch, Claim, DrawEpoch, Evaluate
+from rubato.actors.messages.samples import Advance, Batch, Claim, DrawTerm, Evaluate
 from rubato.actors.samples.group import Training
 from rubato.actors.samples.journal import TRAINING
 from rubato.planning.adaptive_alpha import AlphaState
@@ -20,15 +20,15 @@ class LittleJob:
     def __init__(self, stage, *, places=16, rollout_s=5.0, train_s=1.0, publish_s=0.2):
         self.stage, self.places, self.rollout_s = stage, places, rollout_s
         self.train_s, self.publish_s = train_s, publish_s
-        self.ess, self.kl, self.epoch, self.step = 1.0, 0.0, 0, 0
+        self.ess, self.kl, self.term, self.step = 1.0, 0.0, 0, 0
         self.told, self.ages, self.publishing = [], [], None
         """α as the buffer told it after each step; the largest age in each."""
         self.work = [stage.tasks.create_task(self._place(f"env_manager-{n}")) for n in range(1, places + 1)]
 
     async def run(self, steps):
-        """A trainer of a new epoch goes on for so many steps."""
-        reply = await self.stage.buffer.draw_epoch(DrawEpoch(self.epoch + 1, self.step))
-        self.epoch = reply.epoch
+        """A trainer of a new term goes on for so many steps."""
+        reply = await self.stage.buffer.draw_term(DrawTerm(self.term + 1, self.step))
+        self.term = reply.term
         for _ in range(steps):
             await self._train()
         await self.publishing
@@ -45,7 +45,7 @@ class LittleJob:
 
     async def _train(self):
         self.step += 1
-        batch = await self.stage.buffer.claim(Claim(self.step, self.epoch, 2, 1000.0, self.ess, self.kl))
+        batch = await self.stage.buffer.claim(Claim(self.step, self.term, 2, 1000.0, self.ess, self.kl))
         assert isinstance(batch, Batch)
         groups = self.stage.buffer._groups.steps[self.step]
         self.ages.append(max(self.step - 1 - m.outcome.version_first for group in groups for m in group.members))
@@ -56,7 +56,7 @@ class LittleJob:
 
     async def _publish(self, step):
         await asyncio.sleep(self.publish_s)
-        self.told.append((await self.stage.buffer.advance(Advance(step, self.epoch))).alpha)
+        self.told.append((await self.stage.buffer.advance(Advance(step, self.term))).alpha)
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rubato.actors.messages.samples import Advance, Batch, Cancel, Claim, DrawEpoch, GiveUp, NotReady
+from rubato.actors.messages.samples import Advance, Batch, Cancel, Claim, DrawTerm, GiveUp, NotReady
 from rubato.actors.plugins import batch_policies
 
 
@@ -12,13 +12,13 @@ def stage(make_stage):
 
 
 async def begun(stage):
-    """Epoch of a trainer of a job whose four slots are all taken: tickets by group."""
+    """Term of a trainer of a job whose four slots are all taken: tickets by group."""
     await stage.start()
-    epoch = (await stage.buffer.draw_epoch(DrawEpoch(1, 0))).epoch
+    term = (await stage.buffer.draw_term(DrawTerm(1, 0))).term
     tickets = await stage.admit()
     groups = {name: [t for t in tickets if t.group_id == name] for name in sorted({t.group_id for t in tickets})}
     assert len(groups) == 4
-    return epoch, list(groups.values())
+    return term, list(groups.values())
 
 
 async def put(stage, *groups):
@@ -26,21 +26,21 @@ async def put(stage, *groups):
         assert await stage.put(ticket, reward=float(ticket.trajectory_id[-1] == "0")) == ""
 
 
-async def trained(stage, epoch, step):
-    assert isinstance(await stage.buffer.claim(Claim(step, epoch, 2, 10.0)), Batch)
-    await stage.buffer.advance(Advance(step, epoch))
+async def trained(stage, term, step):
+    assert isinstance(await stage.buffer.claim(Claim(step, term, 2, 10.0)), Batch)
+    await stage.buffer.advance(Advance(step, term))
 
 
 def test_no_step_waits_for_a_straggler_and_it_ends_as_soon_as_no_step_may_train_it(stage):
     async def scene():
-        epoch, (straggler, *others) = await begun(stage)
+        term, (straggler, *others) = await begun(stage)
         await put(stage, *others)
-        await trained(stage, epoch, 1)
+        await trained(stage, term, 1)
         assert "stale" not in (await stage.fates()).values()  # step 2 may train it
 
         later = [await stage.admit(2), await stage.admit(2)]
         await put(stage, *later)
-        await trained(stage, epoch, 2)
+        await trained(stage, term, 2)
 
         fates = await stage.fates()
         assert {fates[t.trajectory_id] for t in straggler} == {"stale"}
@@ -56,14 +56,14 @@ def test_where_it_waits_the_same_straggler_holds_the_step_and_is_trained(make_st
     stage = make_stage(alpha=1, stragglers="wait", ticket_ttl_s=1e6)
 
     async def scene():
-        epoch, (straggler, *others) = await begun(stage)
+        term, (straggler, *others) = await begun(stage)
         await put(stage, *others)
-        await trained(stage, epoch, 1)
+        await trained(stage, term, 1)
         await put(stage, await stage.admit(2), await stage.admit(2))
 
-        assert isinstance(await stage.buffer.claim(Claim(2, epoch, 2, 10.0)), NotReady)
+        assert isinstance(await stage.buffer.claim(Claim(2, term, 2, 10.0)), NotReady)
         await put(stage, straggler)
-        await trained(stage, epoch, 2)
+        await trained(stage, term, 2)
         assert "stale" not in (await stage.fates()).values()
 
     stage.run(scene)
@@ -71,13 +71,13 @@ def test_where_it_waits_the_same_straggler_holds_the_step_and_is_trained(make_st
 
 def test_its_slot_goes_to_another_prompt_at_once(stage):
     async def scene():
-        epoch, (straggler, *others) = await begun(stage)
+        term, (straggler, *others) = await begun(stage)
         await put(stage, *others)
-        await trained(stage, epoch, 1)
+        await trained(stage, term, 1)
         await put(stage, await stage.admit(2), await stage.admit(2))
         waiting = stage.tasks.create_task(stage.admit(2, wait_s=100.0))
 
-        assert isinstance(await stage.buffer.claim(Claim(2, epoch, 2, 10.0)), Batch)  # it is not told as trained yet
+        assert isinstance(await stage.buffer.claim(Claim(2, term, 2, 10.0)), Batch)  # it is not told as trained yet
         tickets = await waiting
 
         assert len({t.group_id for t in tickets}) == 1
@@ -88,11 +88,11 @@ def test_its_slot_goes_to_another_prompt_at_once(stage):
 
 def test_what_was_dropped_counts_by_what_it_had_sampled(stage):
     async def scene():
-        epoch, (straggler, *others) = await begun(stage)
+        term, (straggler, *others) = await begun(stage)
         await put(stage, *others)
-        await trained(stage, epoch, 1)
+        await trained(stage, term, 1)
         await put(stage, await stage.admit(2), await stage.admit(2))
-        await trained(stage, epoch, 2)
+        await trained(stage, term, 2)
         for ticket in straggler:
             await stage.buffer.give_up(GiveUp(ticket, "cancelled", retry=True, tokens=100))
 
@@ -107,11 +107,11 @@ def test_what_was_dropped_counts_by_what_it_had_sampled(stage):
 
 def test_a_restart_keeps_what_was_dropped_and_drops_on(stage):
     async def scene():
-        epoch, (straggler, *others) = await begun(stage)
+        term, (straggler, *others) = await begun(stage)
         await put(stage, *others)
-        await trained(stage, epoch, 1)
+        await trained(stage, term, 1)
         await put(stage, await stage.admit(2), await stage.admit(2))
-        await trained(stage, epoch, 2)
+        await trained(stage, term, 2)
         await stage.start()
 
         assert {(await stage.fates())[t.trajectory_id] for t in straggler} == {"stale"}

@@ -23,7 +23,7 @@ FIRST, SECOND = Claim(1, "aaaaaaaa"), Claim(2, "00000000")
 
 def saved(run: Path, step: int, files=None) -> Path:
     folder = run / "checkpoints" / f"step_{step}"
-    checkpoint.write(folder, files or {"model.safetensors": b"w" * 1000, "optimizer/state": bytes([step])}, step=step, epoch=1)
+    checkpoint.write(folder, files or {"model.safetensors": b"w" * 1000, "optimizer/state": bytes([step])}, step=step, term=1)
     return folder
 
 
@@ -160,7 +160,7 @@ def test_a_trainer_that_was_replaced_completes_no_copy(run, place):
     old.claim(FIRST)
     new.claim(SECOND)
 
-    with pytest.raises(Superseded, match="a trainer of epoch 2 took over"):
+    with pytest.raises(Superseded, match="a trainer of term 2 took over"):
         copied(old, run, 9)
 
     assert old.complete(Copy(FIRST, 9)) is None
@@ -186,7 +186,7 @@ def test_a_run_that_is_brought_back_begins_above_every_trainer_that_claimed_the_
 
     mirror.bring(str(place), tmp_path / "new")
 
-    assert checkpoint.newest_epoch(tmp_path / "new" / "checkpoints") == 8
+    assert checkpoint.newest_term(tmp_path / "new" / "checkpoints") == 8
     assert at.claims() == [Claim(7, "ffffffff")]  # its launch may still be refused
     at.claim(Claim(9, "00000000"))  # as its trainer does
     with pytest.raises(Superseded):

@@ -61,7 +61,7 @@ def test_folders_of_a_model_belong_to_its_checkpoints_unless_they_hold_weights(t
         file.truncate(65 * 1024 * 1024)
 
     found = files_beside_weights(model)
-    checkpoints.write(tmp_path / "step_1", found, step=1, epoch=1)
+    checkpoints.write(tmp_path / "step_1", found, step=1, term=1)
 
     assert found.keys() == {"config.json", "tokenizer.json", "additional_chat_templates/tools.jinja", "code/deep/layers.py"}
     assert checkpoints.check(tmp_path / "step_1").files.keys() == {*found, "receipts.msgpack"}
@@ -69,7 +69,7 @@ def test_folders_of_a_model_belong_to_its_checkpoints_unless_they_hold_weights(t
 
 
 def test_a_checkpoint_whose_inner_file_is_gone_is_damaged(tmp_path):
-    checkpoints.write(tmp_path / "step_1", {"a/b.txt": b"x"}, step=1, epoch=1)
+    checkpoints.write(tmp_path / "step_1", {"a/b.txt": b"x"}, step=1, term=1)
     (tmp_path / "step_1/a/b.txt").unlink()
 
     with pytest.raises(checkpoints.CheckpointError, match="can't be read"):

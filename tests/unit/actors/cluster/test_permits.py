@@ -36,7 +36,7 @@ async def test_a_pool_has_one_holder_and_serves_who_came_first(store):
 
     async def job(name):
         async with permits.hold("roll", "rollout", name) as grant:
-            order.append((name, grant.epoch))
+            order.append((name, grant.term))
 
     async with asyncio.TaskGroup() as tasks, permits.hold("roll", "rollout", "first") as grant:
         for at, name in enumerate(("second", "third", "fourth"), 1):
@@ -44,13 +44,13 @@ async def test_a_pool_has_one_holder_and_serves_who_came_first(store):
             await _waiting(permits, "roll", at)
         line = (await permits.lines())["roll"]
         assert line.holder is not None
-        assert (line.holder.job, line.holder.epoch) == ("first", grant.epoch)
+        assert (line.holder.job, line.holder.term) == ("first", grant.term)
         assert [each.job for each in line.queue] == ["second", "third", "fourth"]
         assert order == []
 
     assert [name for name, _ in order] == ["second", "third", "fourth"]
-    epochs = [grant.epoch, *(epoch for _, epoch in order)]
-    assert epochs == sorted(set(epochs))
+    terms = [grant.term, *(term for _, term in order)]
+    assert terms == sorted(set(terms))
     assert (await permits.lines())["roll"] == PermitLine()
 
 
@@ -99,7 +99,7 @@ async def test_a_job_that_was_started_again_takes_over_from_itself_at_once(store
         await waiting.__aexit__(None, None, None)
 
     assert line.holder is not None
-    assert line.holder.epoch == new.epoch > old.epoch
+    assert line.holder.term == new.term > old.term
 
 
 async def test_the_next_in_line_has_all_places_but_those_of_the_tail_until_that_is_over(store):
@@ -113,16 +113,16 @@ async def test_the_next_in_line_has_all_places_but_those_of_the_tail_until_that_
             assert await permits.narrow(tail, (2,))
             grant = await entering
             telling = tasks.create_task(permits.tail("pool", blocked.append))
-            for epoch, place in ((tail.epoch, 2), (grant.epoch, 1)):
-                assert (await permits.follow("pool", epoch, place)).epoch == epoch
-            for epoch, place in ((tail.epoch, 1), (grant.epoch, 2)):
+            for term, place in ((tail.term, 2), (grant.term, 1)):
+                assert (await permits.follow("pool", term, place)).term == term
+            for term, place in ((tail.term, 1), (grant.term, 2)):
                 with pytest.raises(PermitLost):
-                    await permits.follow("pool", epoch, place)
+                    await permits.follow("pool", term, place)
             assert not await permits.narrow(grant, (1,))
             assert tail.is_held
         await telling
         assert (blocked[0], blocked[-1]) == ({2}, frozenset())
-        assert (await permits.follow("pool", grant.epoch, 2)).epoch == grant.epoch
+        assert (await permits.follow("pool", grant.term, 2)).term == grant.term
         await waiting.__aexit__(None, None, None)
 
 
@@ -169,7 +169,7 @@ def test_a_holder_that_stands_still_loses_the_pool_and_knows_it_before_the_next_
                 assert not grant.is_held
                 assert grant.lost.is_set()
                 assert grant.until <= loop.time()
-                assert next_grant.epoch > grant.epoch
+                assert next_grant.term > grant.term
                 process.goes_on.set()
                 await asyncio.sleep(3 * TTL_S)
                 assert next_grant.is_held

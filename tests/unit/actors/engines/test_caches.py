@@ -27,17 +27,17 @@ def test_one_is_given_once():
     kept = Caches(2)
     kept.keep("a", cache(3))
 
-    assert kept.give(FetchCache("a", epoch=1)).shape == ()
+    assert kept.give(FetchCache("a", number=1)).shape == ()
     assert kept.give(FetchCache("a")).version == 3
     assert kept.give(FetchCache("a")).shape == ()
 
 
 def test_one_for_a_move_is_not_that_of_another_move_or_a_hand_over():
     kept = Caches(3)
-    for epoch in (0, 1, 2):
-        kept.keep("a", cache(epoch), epoch)
+    for number in (0, 1, 2):
+        kept.keep("a", cache(number), number)
 
-    assert kept.give(FetchCache("a", epoch=2)).version == 2
+    assert kept.give(FetchCache("a", number=2)).version == 2
     assert kept.take("a", 1).version == 1
     assert kept.take("a").version == 0
 

@@ -47,7 +47,7 @@ def leave():
             order = PrepareMove(str(place), place + 1, "engine-2", 1)
             done = await departures.prepare(engine, shared, Leaving(), order, SimpleNamespace(version=1))  # pyright: ignore[reportArgumentType]
             assert isinstance(done, MovePrepared)
-            departures.keep(order.request_id, order.epoch)
+            departures.keep(order.request_id, order.number)
         return engine.with_cache[before:]
 
     return leave, caches.link

@@ -19,7 +19,7 @@ class Scene:
         self.context, self.section = context, section
         self.controller = FabricController(FabricController.Config(fabric=section), context)
         self.start_switch()
-        self.epoch = 0
+        self.number = 0
 
     def start_switch(self):
         self.switch = switch = EmulatedSwitch(EmulatedSwitch.Config(fabric=self.section), self.context)
@@ -34,10 +34,10 @@ class Scene:
         self.context.actors["optical_switch"] = answer
 
     async def begins(self, phase, traffic=(), in_s=0.0):
-        await self.controller.phase_intent(PhaseIntent(phase, self.epoch, in_s, traffic))
+        await self.controller.phase_intent(PhaseIntent(phase, self.number, in_s, traffic))
 
     async def iteration(self, rollout_s=1.0, sync_s=0.5, rollout=ROLLOUT, sync=SYNC):
-        self.epoch += 1
+        self.number += 1
         await self.begins("rollout", rollout)
         await asyncio.sleep(rollout_s)
         await self.begins("weight_sync", sync)

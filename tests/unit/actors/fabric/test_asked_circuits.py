@@ -11,12 +11,12 @@ from rubato.runtime.memory import MemoryStore
 MOVE = (("engine-2", "engine-1", 7000),)
 
 
-def ask(stage, epoch=1, traffic=MOVE, within_s=1.0):
-    return stage.controller.ask_circuits(AskCircuits(epoch, traffic, within_s))
+def ask(stage, number=1, traffic=MOVE, within_s=1.0):
+    return stage.controller.ask_circuits(AskCircuits(number, traffic, within_s))
 
 
-def outcome(stage, epoch=1):
-    return stage.controller.await_circuits(AwaitCircuits(epoch))
+def outcome(stage, number=1):
+    return stage.controller.await_circuits(AwaitCircuits(number))
 
 
 def joined(stage, one: str, other: str) -> int:
@@ -55,7 +55,7 @@ def test_those_in_place_are_ready_at_once(scene):
         await ask(stage)
         await outcome(stage)
 
-        again = await ask(stage, epoch=2)
+        again = await ask(stage, number=2)
 
         assert again == CircuitsPromised(2, 0.0, again.why)
         assert await outcome(stage, 2) == CircuitsReady(2)
@@ -68,7 +68,7 @@ def test_those_in_place_are_ready_at_once(scene):
     [
         ({"within_s": 0.001}, "wanted within 0.001 s"),
         ({"traffic": (("stranger-1", "stranger-2", 10),)}, "no circuit would serve"),
-        ({"epoch": -1}, "comes after epoch"),
+        ({"number": -1}, "comes after ask"),
     ],
 )
 def test_a_no_says_why_and_the_old_circuits_stay(scene, asked, why):
@@ -90,7 +90,7 @@ def test_a_phase_that_comes_first_keeps_its_slot(scene):
     async def play(stage):
         for _ in range(4):
             await stage.iteration()
-        stage.epoch += 1
+        stage.number += 1
         await stage.begins("rollout")
         await asyncio.sleep(0.975)  # weights are expected at 1 s, and their change begins 20 ms before
 
@@ -108,7 +108,7 @@ def test_a_phase_that_begins_meanwhile_ends_the_promise(scene):
         await ask(stage)
         waiting = asyncio.create_task(outcome(stage))  # noqa: TID251 - awaited below
         await asyncio.sleep(0)
-        stage.epoch += 1
+        stage.number += 1
         await stage.begins("rollout")
 
         found = await waiting
@@ -120,12 +120,12 @@ def test_a_phase_that_begins_meanwhile_ends_the_promise(scene):
     scene(play)
 
 
-def test_an_older_epoch_is_refused_and_a_newer_one_takes_its_place(scene):
+def test_an_older_number_is_refused_and_a_newer_one_takes_its_place(scene):
     async def play(stage):
         await stage.iteration()
-        await ask(stage, epoch=5)
+        await ask(stage, number=5)
 
-        older, newer = await ask(stage, epoch=4), await ask(stage, epoch=6)
+        older, newer = await ask(stage, number=4), await ask(stage, number=6)
 
         assert isinstance(older, NoCircuits)
         assert isinstance(newer, CircuitsPromised)
@@ -145,7 +145,7 @@ def test_a_switch_that_fails_or_is_gone_answers_no_instead_of_leaving_the_asker_
         async with asyncio.timeout(1):
             assert isinstance(await outcome(stage), NoCircuits)
         await asyncio.sleep(1)
-        assert "electrical" in (await ask(stage, epoch=2)).why
+        assert "electrical" in (await ask(stage, number=2)).why
 
     scene(play)
 
@@ -164,10 +164,10 @@ def test_who_asks_during_a_change_for_another_waits_for_its_own(scene):
     async def play(stage):
         await stage.iteration()
         direct = joined(stage, "engine-2", "trainer-1")
-        await ask(stage, epoch=1)
+        await ask(stage, number=1)
         await asyncio.sleep(0.005)  # its change is under way
 
-        promised = await ask(stage, epoch=2, traffic=OTHER)
+        promised = await ask(stage, number=2, traffic=OTHER)
         ready = await outcome(stage, 2)
 
         assert isinstance(promised, CircuitsPromised)
@@ -181,10 +181,10 @@ def test_a_refusal_takes_nothing_from_who_has_circuits(scene):
     async def play(stage):
         await stage.iteration()
         before = stage.circuits()
-        await ask(stage, epoch=1)
+        await ask(stage, number=1)
         await outcome(stage, 1)
 
-        refused = await ask(stage, epoch=2, traffic=OTHER, within_s=0.001)
+        refused = await ask(stage, number=2, traffic=OTHER, within_s=0.001)
         await stage.controller.release_circuits(ReleaseCircuits(1))
         await asyncio.sleep(0.1)
 
@@ -198,7 +198,7 @@ def test_what_is_given_back_late_undoes_no_change_for_the_next_phase(scene):
     async def play(stage):
         for _ in range(4):
             await stage.iteration()
-        stage.epoch += 1
+        stage.number += 1
         await stage.begins("rollout")
         await asyncio.sleep(0.5)
         await ask(stage)
@@ -260,7 +260,7 @@ def test_circuits_that_went_dark_behind_the_controllers_back_are_not_promised_as
         await outcome(stage)
         stage.switch.device.update(stage.switch.device.status(), ())
 
-        promised = await ask(stage, epoch=2)
+        promised = await ask(stage, number=2)
 
         assert isinstance(promised, CircuitsPromised)
         assert promised.ready_in_s > 0, "the switch was read"
@@ -277,6 +277,6 @@ def test_a_switch_that_can_not_be_read_is_promised_nothing_of(scene):
         await outcome(stage)
         del stage.context.actors["optical_switch"]
 
-        assert isinstance(await ask(stage, epoch=2), NoCircuits)
+        assert isinstance(await ask(stage, number=2), NoCircuits)
 
     scene(play)

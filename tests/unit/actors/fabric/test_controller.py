@@ -65,7 +65,7 @@ def test_a_phase_that_comes_early_waits_only_for_what_is_left(scene):
 
 def test_an_announced_phase_finds_its_circuits_ready(scene):
     async def play(stage):
-        stage.epoch = 1
+        stage.number = 1
         await stage.begins("rollout", ROLLOUT)
         await asyncio.sleep(1)
         await stage.begins("weight_sync", SYNC, in_s=0.5)
@@ -104,7 +104,7 @@ def test_a_repeated_intent_changes_nothing(scene):
 def test_a_new_endpoint_joins_the_templates_of_every_phase(scene):
     async def play(stage):
         await stage.iteration()
-        stage.epoch += 1
+        stage.number += 1
 
         await stage.begins("rollout", (*ROLLOUT, ("llm_proxy-1", "engine-3", 800)))
         await asyncio.sleep(1)
@@ -130,7 +130,7 @@ def test_an_engine_that_left_has_no_circuits_from_the_next_phase_on_and_a_new_on
 
         await stage.controller.on_peers((), ("engine-2",))
         for engine in ("engine-2", "engine-3", "engine-3"):
-            stage.epoch += 1
+            stage.number += 1
             told = engine if engine != "engine-2" else "engine-1"
             await stage.begins("rollout", (("llm_proxy-1", "engine-1", 1000), ("llm_proxy-1", told, 900)))
             await asyncio.sleep(1)
@@ -152,7 +152,7 @@ def test_an_engine_that_is_started_again_within_the_phase_keeps_its_ports(scene)
 
         await stage.controller.on_peers((), ("engine-2",))
         await stage.controller.on_peers(("engine-2",), ())
-        stage.epoch += 1
+        stage.number += 1
         await stage.begins("rollout")
         await asyncio.sleep(1)
 
@@ -196,7 +196,7 @@ def test_a_phase_is_profiled_by_all_that_was_sent_in_it_and_not_by_what_was_sent
         sent = Counter({prompt: 500, reply: 10, put: 10})
         counts(stage, sent)
         for _ in range(3):
-            stage.epoch += 1
+            stage.number += 1
             await stage.begins("rollout")
             await asyncio.sleep(1)
             sent.update({prompt: 40_000, reply: 9_000, put: 70_000})
@@ -218,7 +218,7 @@ def test_messages_while_weights_travel_are_of_the_rollouts_that_begin(scene):
         counts(stage, sent)
         await stage.begins("train_step")
         await asyncio.sleep(1)
-        stage.epoch = 1
+        stage.number = 1
         await stage.begins("weight_sync", SYNC)
         await asyncio.sleep(1)
         sent.update({cache: 3000})
@@ -250,14 +250,14 @@ def test_a_count_that_a_phase_ended_in_the_middle_of_says_nothing_of_either(scen
 
         stage.context.actors["engine-1"] = slow
         sent[way] += 1000
-        stage.epoch = 1
+        stage.number = 1
         await stage.begins("train_step")
         await asyncio.sleep(0.1)
         await stage.begins("rollout")
         held.set()
         await asyncio.sleep(0.1)
         sent[way] += 7
-        stage.epoch = 2
+        stage.number = 2
         await stage.begins("train_step")
         await asyncio.sleep(0.1)
 
@@ -360,7 +360,7 @@ def test_a_replaced_controller_can_not_write(scene):
 
 def test_the_lease_outlasts_a_change_of_slow_mirrors(scene):
     async def play(stage):
-        stage.epoch = 1
+        stage.number = 1
         await stage.begins("rollout", ROLLOUT)
         await asyncio.sleep(119)
         assert (await stage.report()).stage == "tune"
@@ -416,7 +416,7 @@ def test_killed_in_any_stage_its_successor_ends_with_the_circuits_that_are_wante
         assert stage.circuits() == tuple(Circuit(*cross) for cross in sorted(entry.good))
         assert set(stage.circuits()) == set((await stage.report()).circuits)
         assert (entry.stage, entry.phase) == ("committed", "weight_sync")
-        assert entry.epoch > before.epoch
+        assert entry.change > before.change
 
     with pytest.raises(ExceptionGroup) as killed:
         scene(dies, store)
@@ -440,7 +440,7 @@ def test_while_the_store_is_away_circuits_stay_and_the_change_is_made_later(scen
         await asyncio.sleep(1)
         before = stage.circuits()
         store.away = True
-        stage.epoch += 1
+        stage.number += 1
         await stage.begins("weight_sync", SYNC)
         await asyncio.sleep(5)
         assert stage.circuits() == before != ()
@@ -517,7 +517,7 @@ def links(circuits):
 
 
 async def period(stage, sync_s=0.08):
-    stage.epoch += 1
+    stage.number += 1
     await stage.begins("weight_sync", tuple(("trainer-1", f"engine-{n}", 5000) for n in (1, 2, 3)))
     await asyncio.sleep(sync_s)
     await stage.begins("rollout", KV)
@@ -542,7 +542,7 @@ def test_racks_get_circuits_for_the_tree_by_which_weights_travel_and_then_for_th
         assert links(stage.circuits()) == {(0, 1): 2, (0, 2): 2, (1, 3): 2}
 
         await asyncio.sleep(0.05)
-        stage.epoch += 1
+        stage.number += 1
         await stage.begins("rollout")
         await asyncio.sleep(0.1)
         assert min(links(stage.circuits())[pair] for pair in ((1, 2), (1, 3), (2, 3))) == 1
@@ -554,7 +554,7 @@ def test_circuits_are_not_taken_from_a_phase_whose_bytes_are_under_way(racks):
     async def play(stage):
         for _ in range(4):
             await period(stage, sync_s=0.025)  # by its circuits the bytes take 0.02
-        stage.epoch += 1
+        stage.number += 1
         await stage.begins("weight_sync", ())
         for _ in range(20):  # later than ever: what was expected next has not begun
             await asyncio.sleep(0.01)
@@ -581,7 +581,7 @@ def test_ranks_have_their_circuits_until_weights_follow_however_long_a_step_take
             await asyncio.sleep(0.05)
             assert links(stage.circuits())[0, 1] >= 3
 
-        stage.epoch += 1
+        stage.number += 1
         await stage.begins("weight_sync")
         await asyncio.sleep(0.05)
         assert links(stage.circuits()) == {(0, 1): 2, (0, 2): 2, (1, 3): 2}
@@ -591,7 +591,7 @@ def test_ranks_have_their_circuits_until_weights_follow_however_long_a_step_take
 
 def test_weights_that_follow_weights_have_their_circuits_when_they_begin(racks):
     async def play(stage):
-        stage.epoch += 1
+        stage.number += 1
         await stage.begins("weight_sync", (("trainer-1", "engine-1", 5000),))
         await asyncio.sleep(0.5)
         await stage.begins("weight_sync", (("trainer-1", "engine-3", 5000),), in_s=0.5)

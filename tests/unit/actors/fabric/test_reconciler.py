@@ -55,7 +55,7 @@ def test_a_change_goes_through_all_stages_and_is_committed(scene):
         assert outcome.circuits == dict.fromkeys(A, "tuned")
         assert stage.stages == ["validate", "fence", "drain", "apply", "tune", "verify", "commit", "idle"]
         entry = stage.ledger.entry
-        assert (entry.epoch, entry.stage, entry.phase, entry.good, entry.draining) == (1, "committed", "rollout", A, ())
+        assert (entry.change, entry.stage, entry.phase, entry.good, entry.draining) == (1, "committed", "rollout", A, ())
         assert asyncio.get_running_loop().time() == pytest.approx(0.010)
 
     scene(play)

@@ -74,7 +74,7 @@ async def changes(stage, lasts_s):
 
 
 async def step(stage, lasts_s=5.0):
-    stage.epoch += 1
+    stage.number += 1
     await stage.begins("train_step")
     found = await changes(stage, lasts_s)
     await stage.begins("rollout")
@@ -101,7 +101,7 @@ def test_of_a_change_what_a_windows_computation_covers_is_hidden(scene):
     async def play(stage):
         await stage.controller.phase_windows(PhaseWindows("train_step", LONG))
         await step(stage)
-        stage.epoch += 1
+        stage.number += 1
         await stage.begins("train_step")
         await asyncio.sleep(2 * DELAY_S)
         before = await stage.report()

@@ -30,11 +30,11 @@ class Controller:
     async def __call__(self, message):
         self.heard.append((type(message), asyncio.get_running_loop().time()))
         if isinstance(message, AskCircuits):
-            self.epoch = message.epoch
+            self.number = message.number
             return self.promise
         if isinstance(message, AwaitCircuits):
             await asyncio.sleep(self.lit_s)
-            return self.outcome or CircuitsReady(message.epoch)
+            return self.outcome or CircuitsReady(message.number)
         return None
 
     @property
@@ -70,7 +70,7 @@ def test_the_switch_runs_once_the_circuits_are_lit_and_gives_them_back(switch):
     assert at == pytest.approx(0.05)
     assert controller.kinds == [AskCircuits, AwaitCircuits, ReleaseCircuits]
     assert counted["orchestrator/circuits"] == 1
-    assert counted["orchestrator/epoch"] == controller.epoch > 0
+    assert counted["orchestrator/agreed"] == controller.number > 0
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_where_there_are_none_the_electrical_path_carries_the_switch(switch, con
     _, counted = switch(controller)
 
     assert counted["orchestrator/electrical"] == 1
-    assert "orchestrator/epoch" not in counted
+    assert "orchestrator/agreed" not in counted
     assert ReleaseCircuits not in controller.kinds
 
 
@@ -115,7 +115,7 @@ def test_why_names_the_switch_that_is_held_and_when_its_circuits_are_ready(on_st
     async def main(context):
         async def controller(message):
             if isinstance(message, AskCircuits):
-                return CircuitsPromised(message.epoch, 0.012, "changes")
+                return CircuitsPromised(message.number, 0.012, "changes")
             if isinstance(message, AwaitCircuits):
                 await asyncio.sleep(0.004)
                 waits = context.waits.snapshot(asyncio.get_running_loop().time())
@@ -124,7 +124,7 @@ def test_why_names_the_switch_that_is_held_and_when_its_circuits_are_ready(on_st
                     ActorRecord("fabric_controller-1", "fabric_controller", "", 1, 1, "", "ready"),
                 ]
                 told.append(render(snapshot("r", records, [], {}), 120))
-            return CircuitsReady(message.epoch) if isinstance(message, AwaitCircuits) else None
+            return CircuitsReady(message.number) if isinstance(message, AwaitCircuits) else None
 
         context.actors["fabric_controller"] = controller
         async with SwitchCircuits(Asker(ActorConfig(), context)).lit(["merge engine-2 + engine-3"], MOVE):

@@ -74,7 +74,7 @@ async def test_a_version_of_ranks_on_two_hosts_is_whole_at_a_third_and_none_of_t
         gone = [await made.blobs[host].newest(f"weights.part{number}") for number, host in enumerate("ba")]
 
     assert before is None
-    assert (published.version, published.epoch, published.size_bytes) == (0, 3, len(exported))
+    assert (published.version, published.term, published.size_bytes) == (0, 3, len(exported))
     assert made.held() == {"engine-1": (0, exported)}
     assert abs(near.size_bytes - far.size_bytes) < 64
     assert near.size_bytes + far.size_bytes < len(exported) + 128

@@ -59,7 +59,7 @@ async def test_the_sample_that_is_read_of_parts_is_that_of_the_whole_image():
     assert all(a[1] < b[0] for ranges in asked for a, b in itertools.pairwise(ranges))
 
 
-async def test_a_part_is_shown_under_the_epoch_of_its_version_with_what_changed_where_it_leaves():
+async def test_a_part_is_shown_under_the_term_of_its_version_with_what_changed_where_it_leaves():
     (host, part), _ = await parts_of(IMAGE, [100])
     content = bytes(part.draft.memory)
 
@@ -70,7 +70,7 @@ async def test_a_part_is_shown_under_the_epoch_of_its_version_with_what_changed_
     info, found = await host.blobs.get("weights.part0", 4)
 
     assert (first.delta, bool(then.delta)) == ("", True)
-    assert (info.epoch, info.digest, info.size_bytes) == (2, then.digest, len(content))
+    assert (info.term, info.digest, info.size_bytes) == (2, then.digest, len(content))
     assert b"".join(bytes(piece) for _, piece in pieces_in(found)) == IMAGE[:100]
 
 

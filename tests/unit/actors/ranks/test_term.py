@@ -27,7 +27,7 @@ STAGES = {
     "train": lambda engine, folder: engine.train(1, []),
     "logprobs": lambda engine, folder: engine.logprobs([[1, 2]]),
     "export": lambda engine, folder: image_of(engine),
-    "saved": lambda engine, folder: engine.snapshot(epoch=3)(folder / "checkpoints" / "step_1"),
+    "saved": lambda engine, folder: engine.snapshot(term=3)(folder / "checkpoints" / "step_1"),
 }
 """What a rank is at, and the call of the trainer that brings it there."""
 

@@ -260,9 +260,9 @@ class Stage:
         return found
 
     async def trained(self):
-        """Fate, step and epoch by trajectory id; an id that ended twice fails."""
+        """Fate, step and term by trajectory id; an id that ended twice fails."""
         await self.fates()
-        return {end.trajectory_id: (end.fate, end.step, end.epoch) for end in await ends_of(self.store)}
+        return {end.trajectory_id: (end.fate, end.step, end.term) for end in await ends_of(self.store)}
 
 
 async def ends_of(store):

@@ -17,8 +17,7 @@ from rubato.actors.messages.samples import (
     Claim,
     Close,
     Commit,
-    DrawEpoch,
-    Epoch,
+    DrawTerm,
     EvalResult,
     Evaluate,
     GiveUp,
@@ -26,36 +25,37 @@ from rubato.actors.messages.samples import (
     PolicyState,
     Put,
     RenewLeases,
+    Term,
     Trajectory,
 )
 from rubato.actors.samples import run_files as kept_module
 from rubato.actors.samples.group import limits_of
 from rubato.actors.samples.run_files import read_kept
-from rubato.actors.samples.sample import OutOfOrder, StaleEpoch, seed_of
+from rubato.actors.samples.sample import OutOfOrder, StaleTerm, seed_of
 from rubato.runtime.actor import RunInfo
 from rubato.runtime.store.store import Fence
 
 
 @dataclass
 class Trainer:
-    """Speaks for the trainer, with its epoch."""
+    """Speaks for the trainer, with its term."""
 
     stage: object
-    epoch: int = 0
+    term: int = 0
 
     async def start(self, *, step=0, at_least=0):
-        reply = await self.stage.buffer.draw_epoch(DrawEpoch(at_least=at_least, step=step))
-        self.epoch = reply.epoch
+        reply = await self.stage.buffer.draw_term(DrawTerm(at_least=at_least, step=step))
+        self.term = reply.term
         return reply
 
     async def claim(self, step, *, groups=2, wait_s=0.0):
-        return await self.stage.buffer.claim(Claim(step, self.epoch, groups, wait_s))
+        return await self.stage.buffer.claim(Claim(step, self.term, groups, wait_s))
 
     async def advance(self, step):
-        return await self.stage.buffer.advance(Advance(step, self.epoch))
+        return await self.stage.buffer.advance(Advance(step, self.term))
 
     async def commit(self, step):
-        return await self.stage.buffer.commit(Commit(step, self.epoch))
+        return await self.stage.buffer.commit(Commit(step, self.term))
 
 
 def ids(batch):
@@ -599,15 +599,15 @@ def test_a_restarted_trainer_replays_bound_steps_then_goes_on(stage):
         await fill(stage, await stage.admit())
         onward = ids(await again.claim(4))
 
-        assert first == Epoch(1, 0, ())
-        assert reply == Epoch(2, 2, (3,))
+        assert first == Term(1, 0, ())
+        assert reply == Term(2, 2, (3,))
         assert replayed == batches[3]
         assert not set(onward) & {name for batch in batches.values() for name in batch}
-        with pytest.raises(StaleEpoch):
+        with pytest.raises(StaleTerm):
             await trainer.claim(4)
-        with pytest.raises(StaleEpoch):
+        with pytest.raises(StaleTerm):
             await trainer.advance(4)
-        with pytest.raises(StaleEpoch):
+        with pytest.raises(StaleTerm):
             await trainer.commit(3)
         with pytest.raises(OutOfOrder):
             await again.claim(2)
@@ -991,7 +991,7 @@ def test_a_buffer_that_was_replaced_answers_nothing_and_dies(stage, trajectory):
     stage.run(scene)
 
 
-@pytest.mark.parametrize("again", ["put", "claim", "draw_epoch"])
+@pytest.mark.parametrize("again", ["put", "claim", "draw_term"])
 def test_an_answer_from_memory_is_not_given_by_a_buffer_that_was_replaced(stage, again, trajectory):
     async def scene():
         old = await stage.start()
@@ -1005,8 +1005,8 @@ def test_an_answer_from_memory_is_not_given_by_a_buffer_that_was_replaced(stage,
         await stage.start()
         asked = {
             "put": old.put(Put(trajectory(tickets[0]))),
-            "claim": old.claim(Claim(1, trainer.epoch, 2, 0.0)),
-            "draw_epoch": old.draw_epoch(DrawEpoch(at_least=0, step=0)),
+            "claim": old.claim(Claim(1, trainer.term, 2, 0.0)),
+            "draw_term": old.draw_term(DrawTerm(at_least=0, step=0)),
         }
 
         late = stage.tasks.create_task(asked.pop(again))

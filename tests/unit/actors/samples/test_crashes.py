@@ -8,7 +8,7 @@ from collections import Counter
 import msgspec
 import pytest
 
-from rubato.actors.messages.samples import Admit, Advance, Batch, Claim, Close, Commit, DrawEpoch, GiveUp, Put, Trajectory
+from rubato.actors.messages.samples import Admit, Advance, Batch, Claim, Close, Commit, DrawTerm, GiveUp, Put, Trajectory
 
 STEPS, BATCH_GROUPS, GROUP_SIZE, ALPHA = 5, 2, 3, 1
 ENOUGH = 400
@@ -53,22 +53,22 @@ class Job:
     async def train(self, rng):
         """Checkpoints every second step, and crashes back to one on the way."""
         saved, step = 0, 1
-        epoch = (await self.stage.ask("draw_epoch", DrawEpoch(0, 0))).epoch
+        term = (await self.stage.ask("draw_term", DrawTerm(0, 0))).term
         crashes = {3: rng.random() < 0.5, 5: True}
         while step <= STEPS:
-            batch = await self.stage.ask("claim", Claim(step, epoch, BATCH_GROUPS, 5.0))
+            batch = await self.stage.ask("claim", Claim(step, term, BATCH_GROUPS, 5.0))
             if not isinstance(batch, Batch):
                 continue
             self.trained[step] = [name_of(sample) for group in batch.groups for sample in group]
             await asyncio.sleep(0.2)
             if crashes.pop(step, False):
-                epoch = (await self.stage.ask("draw_epoch", DrawEpoch(0, saved))).epoch
+                term = (await self.stage.ask("draw_term", DrawTerm(0, saved))).term
                 step = saved + 1
                 continue
-            await self.stage.ask("advance", Advance(step, epoch))
+            await self.stage.ask("advance", Advance(step, term))
             if step % 2 == 0 or step == STEPS:
                 saved = step
-                await self.stage.ask("commit", Commit(step, epoch))
+                await self.stage.ask("commit", Commit(step, term))
             step += 1
         await self.stage.ask("close", Close())
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from rubato.actors.messages.generation import VersionSpan
-from rubato.actors.messages.samples import Advance, Batch, Claim, DrawEpoch, Evaluate, Put, Segment, Ticket, Trajectory
+from rubato.actors.messages.samples import Advance, Batch, Claim, DrawTerm, Evaluate, Put, Segment, Ticket, Trajectory
 from rubato.actors.samples.sample import flaw
 
 VOCABULARY, NEWEST = 100, 5
@@ -174,7 +174,7 @@ def test_a_put_of_a_flawed_trajectory_fails_by_name_and_its_group_goes_on(make_s
 
     async def scene():
         await stage.start()
-        epoch = (await stage.buffer.draw_epoch(DrawEpoch(0, 5))).epoch  # so that 5 is the newest version
+        term = (await stage.buffer.draw_term(DrawTerm(0, 5))).term  # so that 5 is the newest version
         bad, *good = await stage.admit(num=3)
         version = flawed.ticket.version
         ticket = msgspec.structs.replace(bad, version=version)
@@ -183,7 +183,7 @@ def test_a_put_of_a_flawed_trajectory_fails_by_name_and_its_group_goes_on(make_s
         again = await stage.buffer.put(Put(msgspec.structs.replace(flawed, ticket=ticket)))
         for reward, ticket in enumerate(good):
             await stage.put(ticket, float(reward))
-        batch = await stage.buffer.claim(Claim(6, epoch, 1, 0.0))
+        batch = await stage.buffer.claim(Claim(6, term, 1, 0.0))
         await asyncio.sleep(1.0)
         (line,) = [json.loads(line) for line in (stage.folder / "samples.jsonl").read_text().splitlines()]
 

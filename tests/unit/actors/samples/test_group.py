@@ -163,12 +163,12 @@ def test_a_member_that_failed_keeps_the_fate_that_was_told(fate):
 
 
 @pytest.mark.parametrize("fate", ["stale", "poisoned"])
-def test_an_end_without_training_has_neither_step_nor_epoch(fate):
+def test_an_end_without_training_has_neither_step_nor_term(fate):
     group = group_of(0.0, 1.0, state="bound" if fate == "poisoned" else "ready", step=4)
 
     ends = group.poison() if fate == "poisoned" else group.discard(fate)
 
-    assert {(end.fate, end.step, end.epoch) for end in ends} == {(fate, 0, 0)}
+    assert {(end.fate, end.step, end.term) for end in ends} == {(fate, 0, 0)}
 
 
 def test_holders_are_not_told_that_a_sample_trained():

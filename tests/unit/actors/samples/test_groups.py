@@ -9,7 +9,7 @@ from rubato.actors.data.prompts import Mixture, Prompts
 from rubato.actors.samples import groups as groups_module
 from rubato.actors.samples.group import NOTHING, Group, GroupLimits, Member, Receipt, SampleEnd, Training
 from rubato.actors.samples.groups import ROUNDS_KEPT, Groups
-from rubato.actors.samples.sample import Outcome, OutOfOrder, StaleEpoch, Tally
+from rubato.actors.samples.sample import Outcome, OutOfOrder, StaleTerm, Tally
 from rubato.planning.prompts import Epochs, shuffled
 
 LIMITS = GroupLimits(group_size=2, batch_groups=1, steps=100, run_seed=1, max_attempts=2, unbounded_batches=8, ticket_ttl_s=10.0)
@@ -57,7 +57,7 @@ def test_every_change_is_noted_once(groups):
     nothing = groups.take_changes()
     bind(groups, 1)
     third = groups.take_changes()
-    groups.commit(1, epoch=4)
+    groups.commit(1, term=4)
     fourth = groups.take_changes()
 
     names = [t.trajectory_id for t in tickets]
@@ -66,7 +66,7 @@ def test_every_change_is_noted_once(groups):
     assert (nothing.groups, nothing.payloads, nothing.ends, nothing.training) == ({}, {}, [], False)
     assert list(third.groups) == ["g00000000"]
     assert fourth.payloads == dict.fromkeys(names)
-    assert [(end.trajectory_id, end.fate, end.step, end.epoch) for end in fourth.ends] == [(name, "trained", 1, 4) for name in names]
+    assert [(end.trajectory_id, end.fate, end.step, end.term) for end in fourth.ends] == [(name, "trained", 1, 4) for name in names]
 
 
 def test_a_filed_sample_leaves_no_payload_to_delete(groups):
@@ -189,13 +189,13 @@ def test_a_step_is_claimed_in_order(groups):
 
 
 def test_a_replaced_trainer_is_refused_and_a_newer_one_is_known_from_then_on(groups):
-    groups.check_epoch(3)
+    groups.check_term(3)
 
-    with pytest.raises(StaleEpoch, match="epoch 2 acts, but 3 is the newest"):
-        groups.check_epoch(2)
-    groups.check_epoch(3)
+    with pytest.raises(StaleTerm, match="term 2 acts, but 3 is the newest"):
+        groups.check_term(2)
+    groups.check_term(3)
 
-    assert groups.training.epoch == 3
+    assert groups.training.term == 3
 
 
 def test_groups_that_are_too_old_for_a_step_end_before_it_is_planned(groups):
@@ -306,10 +306,10 @@ def test_a_trainer_whose_checkpoint_is_newer_than_what_was_committed_commits_it(
     groups.take_over(5, 2)
 
     ends = groups.take_changes().ends
-    assert {end.group_id: (end.fate, end.step, end.epoch) for end in ends} == {
+    assert {end.group_id: (end.fate, end.step, end.term) for end in ends} == {
         name: ("trained", step, 5) for step, name in enumerate(trained, 1)
     }
-    assert (groups.training.committed, groups.training.epoch, groups.steps) == (2, 5, {})
+    assert (groups.training.committed, groups.training.term, groups.steps) == (2, 5, {})
 
 
 def test_what_is_committed_twice_ends_once(groups):
@@ -344,7 +344,7 @@ def test_raising_in_another_step_begins_the_count_anew(groups):
     bind(groups, 1)
     bind(groups, 2)
 
-    assert [groups.raised(step, epoch) for epoch, step in enumerate((1, 2, 1, 2), 1)] == [[]] * 4
+    assert [groups.raised(step, term) for term, step in enumerate((1, 2, 1, 2), 1)] == [[]] * 4
 
 
 def test_only_the_newest_ended_groups_are_remembered(groups, monkeypatch):

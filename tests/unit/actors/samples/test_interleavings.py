@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from rubato.actors.messages.samples import Advance, Batch, Claim, Close, Commit, DrawEpoch, GiveUp, Put, RenewLeases
+from rubato.actors.messages.samples import Advance, Batch, Claim, Close, Commit, DrawTerm, GiveUp, Put, RenewLeases
 from rubato.actors.samples import sample
-from rubato.actors.samples.sample import StaleEpoch
+from rubato.actors.samples.sample import StaleTerm
 from rubato.bus.message import Ack
 
 
@@ -42,13 +42,13 @@ def test_a_sample_put_while_its_group_is_dropped_has_a_fate_after_a_crash(make_s
 
     async def scene():
         await stage.start()
-        epoch = (await stage.buffer.draw_epoch(DrawEpoch(0, 0))).epoch
+        term = (await stage.buffer.draw_term(DrawTerm(0, 0))).term
         first, last = await stage.admit()
         await stage.put(first)
         chosen.append(len(calls) + 1)
         putting = stage.tasks.create_task(stage.ask("put", Put(trajectory(last))))
         await asyncio.sleep(0.01)
-        advancing = stage.tasks.create_task(stage.ask("advance", Advance(1, epoch)))
+        advancing = stage.tasks.create_task(stage.ask("advance", Advance(1, term)))
         await asyncio.sleep(1.0)
         await stage.start()  # killed before either was answered
         await putting
@@ -69,18 +69,18 @@ def test_a_failed_member_has_a_fate_after_a_crash(make_stage, slow, late):
 
     async def scene():
         await stage.start()
-        epoch = (await stage.buffer.draw_epoch(DrawEpoch(0, 0))).epoch
+        term = (await stage.buffer.draw_term(DrawTerm(0, 0))).term
         bad, one, two = await stage.admit(num=3)
         await stage.put(one, 0.0)
         chosen.append(len(calls) + 1)
         asking = stage.tasks.create_task(stage.buffer.give_up(GiveUp(bad, "env_step_failed")))
         await asyncio.sleep(0.01)
         await stage.put(two, 1.0)
-        assert isinstance(await stage.buffer.claim(Claim(1, epoch, 1, 0.0)), Batch)
+        assert isinstance(await stage.buffer.claim(Claim(1, term, 1, 0.0)), Batch)
         asking.cancel()
         await stage.start()  # killed
-        await stage.buffer.advance(Advance(1, epoch))
-        await stage.buffer.commit(Commit(1, epoch))
+        await stage.buffer.advance(Advance(1, term))
+        await stage.buffer.commit(Commit(1, term))
         told = (await stage.buffer.give_up(GiveUp(bad, "env_step_failed"))).fate
 
         assert told == "failed"
@@ -91,7 +91,7 @@ def test_a_failed_member_has_a_fate_after_a_crash(make_stage, slow, late):
 
 @pytest.mark.parametrize("name", ["increment", "write"])
 @pytest.mark.parametrize("late", ["before", "after"])
-def test_a_slow_draw_of_an_epoch_does_not_unbind_what_a_newer_trainer_claimed(make_stage, slow, name, late):
+def test_a_slow_draw_of_an_term_does_not_unbind_what_a_newer_trainer_claimed(make_stage, slow, name, late):
     """Both asks were in the mailbox of a buffer that was stopped; the older one is slow at the Store."""
     stage = make_stage(alpha=0, batch_groups=1)
     chosen = []
@@ -101,14 +101,14 @@ def test_a_slow_draw_of_an_epoch_does_not_unbind_what_a_newer_trainer_claimed(ma
         await stage.start()
         await fill(stage, tickets := await stage.admit())
         chosen.append(len(calls) + 1)
-        older = stage.tasks.create_task(stage.buffer.draw_epoch(DrawEpoch(0, 0)))
+        older = stage.tasks.create_task(stage.buffer.draw_term(DrawTerm(0, 0)))
         await asyncio.sleep(0.1)
         assert len(calls) == chosen[0]
-        epoch = (await stage.buffer.draw_epoch(DrawEpoch(0, 0))).epoch
-        assert isinstance(await stage.buffer.claim(Claim(1, epoch, 1, 0.0)), Batch)
-        assert (await older).epoch < epoch
-        await stage.buffer.advance(Advance(1, epoch))
-        await stage.buffer.commit(Commit(1, epoch))
+        term = (await stage.buffer.draw_term(DrawTerm(0, 0))).term
+        assert isinstance(await stage.buffer.claim(Claim(1, term, 1, 0.0)), Batch)
+        assert (await older).term < term
+        await stage.buffer.advance(Advance(1, term))
+        await stage.buffer.commit(Commit(1, term))
 
         (trained,) = set((await stage.fates()).values())
         assert (trained, await stage.put(tickets[0])) == ("trained", "")
@@ -116,33 +116,33 @@ def test_a_slow_draw_of_an_epoch_does_not_unbind_what_a_newer_trainer_claimed(ma
     stage.run(scene)
 
 
-def test_the_newest_epoch_counts_although_an_older_one_is_answered_later(stage, slow):
+def test_the_newest_term_counts_although_an_older_one_is_answered_later(stage, slow):
     slow("increment", after=1.0, when=lambda n, args: n == 2)
 
     async def scene():
         await stage.start()
-        await stage.buffer.draw_epoch(DrawEpoch(0, 0))
-        older = stage.tasks.create_task(stage.buffer.draw_epoch(DrawEpoch(0, 0)))
+        await stage.buffer.draw_term(DrawTerm(0, 0))
+        older = stage.tasks.create_task(stage.buffer.draw_term(DrawTerm(0, 0)))
         await asyncio.sleep(0.1)
-        newer = (await stage.buffer.draw_epoch(DrawEpoch(0, 0))).epoch
-        passed = (await older).epoch
+        newer = (await stage.buffer.draw_term(DrawTerm(0, 0))).term
+        passed = (await older).term
 
         assert passed < newer
-        assert stage.buffer._groups.training.epoch == newer
-        with pytest.raises(StaleEpoch):
+        assert stage.buffer._groups.training.term == newer
+        with pytest.raises(StaleTerm):
             await stage.buffer.claim(Claim(1, passed, 2, 0.0))
 
     stage.run(scene)
 
 
-def test_two_trainers_that_begin_at_once_have_different_epochs(stage):
+def test_two_trainers_that_begin_at_once_have_different_terms(stage):
     async def scene():
         await stage.start()
 
-        drawn = await asyncio.gather(*(stage.buffer.draw_epoch(DrawEpoch(0, 0)) for _ in range(5)))
+        drawn = await asyncio.gather(*(stage.buffer.draw_term(DrawTerm(0, 0)) for _ in range(5)))
 
-        assert sorted(each.epoch for each in drawn) == [1, 2, 3, 4, 5]
-        assert stage.buffer._groups.training.epoch == 5
+        assert sorted(each.term for each in drawn) == [1, 2, 3, 4, 5]
+        assert stage.buffer._groups.training.term == 5
 
     stage.run(scene)
 
@@ -155,12 +155,12 @@ def test_a_group_that_ends_while_a_claim_reads_its_samples_keeps_its_fate(make_s
 
     async def scene():
         await stage.start()
-        epoch = (await stage.buffer.draw_epoch(DrawEpoch(0, 0))).epoch
+        term = (await stage.buffer.draw_term(DrawTerm(0, 0))).term
         await fill(stage, tickets := await stage.admit())
-        claiming = stage.tasks.create_task(stage.buffer.claim(Claim(1, epoch, 1, 0.0)))
+        claiming = stage.tasks.create_task(stage.buffer.claim(Claim(1, term, 1, 0.0)))
         await asyncio.sleep(0.005 * turns + 0.001)
         assert not claiming.done()
-        await (stage.buffer.close(Close()) if ends == "close" else stage.buffer.advance(Advance(1, epoch)))
+        await (stage.buffer.close(Close()) if ends == "close" else stage.buffer.advance(Advance(1, term)))
         found = await claiming
         fate = "unused" if ends == "close" else "stale"
 
@@ -204,18 +204,18 @@ def test_a_group_is_claimed_whole_at_the_very_moment_of_its_last_put(make_stage,
     async def scene():
         await stage.start()
         stage.buffer._journal.store = stage.store
-        epoch = (await stage.buffer.draw_epoch(DrawEpoch(0, 0))).epoch
+        term = (await stage.buffer.draw_term(DrawTerm(0, 0))).term
         first, last = await stage.admit(num=2)
         await stage.put(first, 0.0)
 
         if waits:
-            claiming = stage.tasks.create_task(stage.buffer.claim(Claim(1, epoch, 1, 60.0)))
+            claiming = stage.tasks.create_task(stage.buffer.claim(Claim(1, term, 1, 60.0)))
             await asyncio.sleep(1.0)
         putting = stage.tasks.create_task(stage.put(last, 1.0))
         for _ in range(turns):
             await asyncio.sleep(0)
         if not waits:
-            claiming = stage.tasks.create_task(stage.buffer.claim(Claim(1, epoch, 1, 60.0)))
+            claiming = stage.tasks.create_task(stage.buffer.claim(Claim(1, term, 1, 60.0)))
         batch = await claiming
 
         assert await putting == ""
@@ -232,14 +232,14 @@ def test_samples_are_there_for_a_claim_that_reads_while_the_store_can_forget_the
 
     async def scene():
         await stage.start()
-        epoch = (await stage.buffer.draw_epoch(DrawEpoch(0, 0))).epoch
+        term = (await stage.buffer.draw_term(DrawTerm(0, 0))).term
         tickets = await stage.admit(num=4)
         await fill(stage, tickets[:2])
         await asyncio.sleep(8.0)
         await fill(stage, tickets[2:])
         await asyncio.sleep(4.0)
         more = await stage.admit(num=1)
-        claiming = stage.tasks.create_task(stage.buffer.claim(Claim(1, epoch, 2, 0.0)))
+        claiming = stage.tasks.create_task(stage.buffer.claim(Claim(1, term, 2, 0.0)))
         for _ in range(4):
             await asyncio.sleep(2.0)
             await stage.buffer.renew_leases(RenewLeases(((more[0].trajectory_id, 1),), "env_manager-1", 1))
@@ -268,7 +268,7 @@ def test_a_late_file_of_an_older_attempt_neither_is_welcome_nor_damages_the_newe
 
     async def scene():
         await stage.start()
-        epoch = (await stage.buffer.draw_epoch(DrawEpoch(0, 0))).epoch
+        term = (await stage.buffer.draw_term(DrawTerm(0, 0))).term
         slow_files(stage, 1.0)
         one, _ = await stage.admit(num=2, holder="env_manager-2")
         late = stage.tasks.create_task(stage.buffer.put(Put(trajectory(one, 0.25, num_tokens=20_000))))
@@ -278,7 +278,7 @@ def test_a_late_file_of_an_older_attempt_neither_is_welcome_nor_damages_the_newe
         for reward, ticket in enumerate(again):
             await stage.buffer.put(Put(trajectory(ticket, float(reward), num_tokens=20_000)))
         old = (await late).fate
-        batch = await stage.buffer.claim(Claim(1, epoch, 1, 0.0))
+        batch = await stage.buffer.claim(Claim(1, term, 1, 0.0))
 
         assert [len(group) for group in batch.groups] == [2], "an acknowledged sample is unreadable"
         assert old == "superseded"
@@ -335,13 +335,13 @@ def test_one_file_put_twice_at_once_stays(make_stage, trajectory):
 
     async def scene():
         await stage.start()
-        epoch = (await stage.buffer.draw_epoch(DrawEpoch(0, 0))).epoch
+        term = (await stage.buffer.draw_term(DrawTerm(0, 0))).term
         slow_files(stage, 1.0)
         first, last = await stage.admit(num=2)
         puts = [Put(trajectory(first, 0.0, num_tokens=20_000))] * 2 + [Put(trajectory(last, 1.0, num_tokens=20_000))]
 
         replies = await asyncio.gather(*(stage.buffer.put(put) for put in puts))
-        batch = await stage.buffer.claim(Claim(1, epoch, 1, 0.0))
+        batch = await stage.buffer.claim(Claim(1, term, 1, 0.0))
 
         assert [reply.fate for reply in replies] == [""] * 3
         assert [len(group) for group in batch.groups] == [2]
@@ -380,21 +380,21 @@ def test_a_group_whose_claim_is_not_answered_yet_is_not_dropped(make_stage, slow
 
     async def scene():
         await stage.start()
-        epoch = (await stage.buffer.draw_epoch(DrawEpoch(0, 0))).epoch
+        term = (await stage.buffer.draw_term(DrawTerm(0, 0))).term
         await fill(stage, await stage.admit())
-        await stage.buffer.claim(Claim(1, epoch, 1, 0.0))
-        await stage.buffer.advance(Advance(1, epoch))
+        await stage.buffer.claim(Claim(1, term, 1, 0.0))
+        await stage.buffer.advance(Advance(1, term))
         await fill(stage, tickets := await stage.admit())
         chosen.append(len(calls) + 1)
-        claiming = stage.tasks.create_task(stage.buffer.claim(Claim(2, epoch, 1, 0.0)))
+        claiming = stage.tasks.create_task(stage.buffer.claim(Claim(2, term, 1, 0.0)))
         await asyncio.sleep(0.1)
-        drawn = await stage.buffer.draw_epoch(DrawEpoch(0, 0))
+        drawn = await stage.buffer.draw_term(DrawTerm(0, 0))
         assert drawn.bound == (1, 2)
-        await stage.buffer.claim(Claim(1, drawn.epoch, 1, 0.0))
-        await stage.buffer.advance(Advance(1, drawn.epoch))
-        assert isinstance(await stage.buffer.claim(Claim(2, drawn.epoch, 1, 0.0)), Batch)
-        await stage.buffer.advance(Advance(2, drawn.epoch))
-        assert await stage.buffer.commit(Commit(2, drawn.epoch)) == Ack()
+        await stage.buffer.claim(Claim(1, drawn.term, 1, 0.0))
+        await stage.buffer.advance(Advance(1, drawn.term))
+        assert isinstance(await stage.buffer.claim(Claim(2, drawn.term, 1, 0.0)), Batch)
+        await stage.buffer.advance(Advance(2, drawn.term))
+        assert await stage.buffer.commit(Commit(2, drawn.term)) == Ack()
         await asyncio.wait([claiming])
 
         assert await stage.put(tickets[0]) == ""
@@ -411,15 +411,15 @@ def test_whichever_write_is_slow_every_sample_of_a_step_ends_once(make_stage, sl
 
     async def scene():
         await stage.start()
-        epoch = (await stage.buffer.draw_epoch(DrawEpoch(0, 0))).epoch
+        term = (await stage.buffer.draw_term(DrawTerm(0, 0))).term
         bad, *good = await stage.admit(num=3)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(stage.buffer.give_up(GiveUp(bad, "env_step_failed")))
             for reward, ticket in enumerate(good):
                 tasks.create_task(stage.put(ticket, float(reward)))
-            claiming = tasks.create_task(stage.buffer.claim(Claim(1, epoch, 1, 30.0)))
-        await stage.buffer.advance(Advance(1, epoch))
-        await stage.buffer.commit(Commit(1, epoch))
+            claiming = tasks.create_task(stage.buffer.claim(Claim(1, term, 1, 30.0)))
+        await stage.buffer.advance(Advance(1, term))
+        await stage.buffer.commit(Commit(1, term))
 
         assert [len(group) for group in claiming.result().groups] == [2]
         assert await stage.fates() == {bad.trajectory_id: "failed"} | {t.trajectory_id: "trained" for t in good}

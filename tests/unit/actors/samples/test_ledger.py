@@ -152,10 +152,10 @@ async def test_lines_that_the_store_lost_go_and_are_kept_elsewhere(tmp_path):
     assert ids(tmp_path, "samples.lost.jsonl") == ["b", "c"]
 
 
-@pytest.mark.parametrize("field", ["fate", "attempt", "step", "epoch"])
-async def test_a_line_about_another_end_of_the_same_sample_is_no_line_of_it(tmp_path, field):
-    store, other = MemoryStore(), {"fate": "trained", "attempt": 2, "step": 3, "epoch": 4}
-    trained = msgspec.structs.replace(end_of("a"), fate="zero_spread", step=1, epoch=1)
+@pytest.mark.parametrize(("field", "key"), [("fate", "fate"), ("attempt", "attempt"), ("step", "step"), ("term", "epoch")])
+async def test_a_line_about_another_end_of_the_same_sample_is_no_line_of_it(tmp_path, field, key):
+    store, other = MemoryStore(), {"fate": "trained", "attempt": 2, "step": 3, "term": 4}
+    trained = msgspec.structs.replace(end_of("a"), fate="zero_spread", step=1, term=1)
     await store.append(ENDS, msgspec.msgpack.encode(trained))
     await opened(store, tmp_path)
     store = MemoryStore()
@@ -165,7 +165,7 @@ async def test_a_line_about_another_end_of_the_same_sample_is_no_line_of_it(tmp_
     await opened(store, tmp_path, token=2)
 
     (line,) = [json.loads(text) for text in (tmp_path / "samples.jsonl").read_text().splitlines()]
-    assert line[field] == other[field]
+    assert line[key] == other[field]
     assert ids(tmp_path, "samples.lost.jsonl") == ["a"]
 
 
@@ -340,7 +340,7 @@ def test_an_end_without_a_trajectory_still_makes_a_line():
 
 
 def test_the_age_of_a_trained_sample_counts_to_the_version_that_its_step_started_from():
-    end = msgspec.structs.replace(end_of("a", "trained"), step=9, epoch=2, outcome=Outcome(6, 0.0))
+    end = msgspec.structs.replace(end_of("a", "trained"), step=9, term=2, outcome=Outcome(6, 0.0))
 
     line = line_of(end)
 

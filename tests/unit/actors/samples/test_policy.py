@@ -5,7 +5,7 @@ import asyncio
 import msgspec
 import pytest
 
-from rubato.actors.messages.samples import Batch, Claim, DrawEpoch
+from rubato.actors.messages.samples import Batch, Claim, DrawTerm
 from rubato.actors.samples.group import Group, GroupLimits, Training
 from rubato.actors.samples.groups import Groups
 from rubato.actors.samples.policy import Ending, PolicyPlugin
@@ -145,7 +145,7 @@ def test_a_policy_of_ones_own_is_named_in_the_config_and_survives_a_restart(make
 
     async def scene():
         await stage.start()
-        await stage.buffer.draw_epoch(DrawEpoch(0, 0))
+        await stage.buffer.draw_term(DrawTerm(0, 0))
         for ticket, reward in zip(await stage.admit(), (1.0, 0.0), strict=True):
             await stage.put(ticket, reward)
         await asyncio.sleep(1.0)

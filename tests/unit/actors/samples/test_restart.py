@@ -4,13 +4,13 @@ import asyncio
 
 import pytest
 
-from rubato.actors.messages.samples import Advance, Batch, Claim, Commit, DrawEpoch, GiveUp, Put
+from rubato.actors.messages.samples import Advance, Batch, Claim, Commit, DrawTerm, GiveUp, Put
 
 
 async def begin(stage):
-    """Two groups ready, one half done, one issued; epoch 1."""
+    """Two groups ready, one half done, one issued; term 1."""
     await stage.start()
-    await stage.buffer.draw_epoch(DrawEpoch(0, 0))
+    await stage.buffer.draw_term(DrawTerm(0, 0))
     tickets = await stage.admit()
     for reward, ticket in enumerate(tickets[:5]):
         await stage.put(ticket, float(reward))
@@ -89,17 +89,17 @@ def test_the_groups_of_a_bound_step_keep_their_order_where_the_younger_one_began
 
     async def scene():
         await stage.start()
-        epoch = (await stage.buffer.draw_epoch(DrawEpoch(0, 0))).epoch
+        term = (await stage.buffer.draw_term(DrawTerm(0, 0))).term
         tickets = await stage.admit(num=4)
-        await stage.buffer.advance(Advance(1, epoch))
+        await stage.buffer.advance(Advance(1, term))
         versions = (1, 1, 0, 0)
         for ticket, version in zip(tickets, versions, strict=True):
             await stage.put(ticket, float(ticket.trajectory_id[-1]), version_first=version)
-        batch = await stage.buffer.claim(Claim(1, epoch, 2, 0.0))
+        batch = await stage.buffer.claim(Claim(1, term, 2, 0.0))
         order = [group.id for group in stage.buffer._groups.steps[1]]
 
         await stage.start()
-        again = await stage.buffer.claim(Claim(1, epoch, 2, 0.0))
+        again = await stage.buffer.claim(Claim(1, term, 2, 0.0))
 
         assert order == ["g00000001", "g00000000"]
         assert [group.id for group in stage.buffer._groups.steps[1]] == order
@@ -171,13 +171,13 @@ def test_a_trainer_whose_store_was_emptied_goes_on_from_its_checkpoint(stage):
     async def scene():
         await stage.start()
 
-        epoch = await stage.buffer.draw_epoch(DrawEpoch(at_least=4, step=10))
+        term = await stage.buffer.draw_term(DrawTerm(at_least=4, step=10))
         tickets = await stage.admit()
         for reward, ticket in enumerate(tickets):
             await stage.put(ticket, float(reward))
-        batch = await stage.buffer.claim(Claim(11, epoch.epoch, 2, 0.0))
+        batch = await stage.buffer.claim(Claim(11, term.term, 2, 0.0))
 
-        assert (epoch.epoch, epoch.committed, epoch.bound) == (4, 10, ())
+        assert (term.term, term.committed, term.bound) == (4, 10, ())
         assert {t.version for t in tickets} == {10}
         assert isinstance(batch, Batch)
 
@@ -189,7 +189,7 @@ def test_groups_that_a_lower_bound_leaves_too_old_free_their_slots(make_stage):
         await begin(stage)
         lower.store, lower.tasks, lower.incarnation = stage.store, stage.tasks, stage.incarnation
         await lower.start()
-        await lower.buffer.draw_epoch(DrawEpoch(0, 0))
+        await lower.buffer.draw_term(DrawTerm(0, 0))
         await lower.buffer.advance(Advance(1, 2))
 
         fates = await stage.fates()
@@ -209,7 +209,7 @@ def test_a_late_put_of_an_older_attempt_is_superseded_although_its_group_trained
 
     async def scene():
         await stage.start()
-        await stage.buffer.draw_epoch(DrawEpoch(0, 0))
+        await stage.buffer.draw_term(DrawTerm(0, 0))
         tickets = await stage.admit()
         await asyncio.sleep(11.0)
         again = await stage.admit()
@@ -281,7 +281,7 @@ def test_a_damaged_payload_is_told_and_counted_when_a_group_shrinks_by_it(make_s
 
     async def scene():
         await stage.start()
-        await stage.buffer.draw_epoch(DrawEpoch(0, 0))
+        await stage.buffer.draw_term(DrawTerm(0, 0))
         paths = await large_ones(stage, await stage.admit(), trajectory)
         damage(paths[1])
 
@@ -302,14 +302,14 @@ def test_payloads_of_a_bound_step_that_were_damaged_since_are_told_too_and_an_em
 
     async def scene():
         await stage.start()
-        await stage.buffer.draw_epoch(DrawEpoch(0, 0))
+        await stage.buffer.draw_term(DrawTerm(0, 0))
         paths = await large_ones(stage, await stage.admit(), trajectory)
         await stage.buffer.claim(Claim(1, 1, 2, 0.0))
         for path in (paths[0], paths[1], paths[3]):
             path.unlink()
 
         await stage.start()
-        await stage.buffer.draw_epoch(DrawEpoch(2, 0))
+        await stage.buffer.draw_term(DrawTerm(2, 0))
         batch = await stage.buffer.claim(Claim(1, 2, 2, 0.0))
 
         assert [len(group) for group in batch.groups] == [1]
@@ -330,7 +330,7 @@ def test_what_dynamic_sampling_left_out_outlives_a_restart_and_is_told_whenever_
 
     async def scene():
         await stage.start()
-        await stage.buffer.draw_epoch(DrawEpoch(0, 0))
+        await stage.buffer.draw_term(DrawTerm(0, 0))
         for ticket, reward in zip(await stage.admit(), (1.0, 1.0, 0.0, 1.0), strict=True):
             await stage.put(ticket, reward)
 

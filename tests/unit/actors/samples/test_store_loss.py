@@ -7,9 +7,9 @@ import msgspec
 import pytest
 
 from rubato.actors.checkpoints import checkpoint
-from rubato.actors.messages.samples import Admit, Advance, Batch, Claim, Commit, DrawEpoch, GiveUp, NotReady, Put, StepRaised, Trajectory
+from rubato.actors.messages.samples import Admit, Advance, Batch, Claim, Commit, DrawTerm, GiveUp, NotReady, Put, StepRaised, Trajectory
 from rubato.actors.samples.journal import ENDS, GROUP, PAYLOAD, read_records
-from rubato.actors.samples.sample import OutOfOrder, StaleEpoch
+from rubato.actors.samples.sample import OutOfOrder, StaleTerm
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def stage(make_stage):
 
 async def begin(stage, *, step=0, at_least=0):
     await stage.start()
-    return (await stage.buffer.draw_epoch(DrawEpoch(at_least, step))).epoch
+    return (await stage.buffer.draw_term(DrawTerm(at_least, step))).term
 
 
 async def fill(stage, tickets=None):
@@ -31,11 +31,11 @@ async def fill(stage, tickets=None):
     return tickets
 
 
-async def train(stage, step, epoch):
+async def train(stage, step, term):
     """Claim and advance; returns the batch."""
-    batch = await stage.buffer.claim(Claim(step, epoch, 1, 0.0))
+    batch = await stage.buffer.claim(Claim(step, term, 1, 0.0))
     assert isinstance(batch, Batch)
-    await stage.buffer.advance(Advance(step, epoch))
+    await stage.buffer.advance(Advance(step, term))
     return batch
 
 
@@ -47,7 +47,7 @@ def names(batch):
 def save(stage, step, *batches):
     """A checkpoint that covers these steps."""
     receipts = [batch.receipt for batch in batches]
-    checkpoint.write(stage.folder / "checkpoints" / f"step_{step}", {}, step=step, epoch=1, receipts=receipts)
+    checkpoint.write(stage.folder / "checkpoints" / f"step_{step}", {}, step=step, term=1, receipts=receipts)
 
 
 async def whole(store):
@@ -76,13 +76,13 @@ async def told(stage):
 @pytest.mark.parametrize("times", [1, 2, 3])
 def test_a_living_buffer_writes_anew_what_the_store_forgot_under_the_same_indices(stage, remember, times):
     async def scene():
-        epoch = await begin(stage)
+        term = await begin(stage)
         forget = remember(stage.store)
         bad, *_ = tickets = await stage.admit()
         await stage.buffer.give_up(GiveUp(bad, "env_step_failed"))  # its group is too small, and another takes its slot
         await fill(stage, tickets[1:])
-        first = await train(stage, 1, epoch)
-        await stage.buffer.commit(Commit(1, epoch))
+        first = await train(stage, 1, term)
+        await stage.buffer.commit(Commit(1, term))
         (more, *_) = await fill(stage)
         before = await whole(stage.store)
         training = (await read_records(stage.store))[0]
@@ -104,16 +104,16 @@ def test_a_living_buffer_writes_anew_what_the_store_forgot_under_the_same_indice
 
 def test_a_delete_that_was_forgotten_is_made_again(stage, remember):
     async def scene():
-        epoch = await begin(stage)
+        term = await begin(stage)
         await fill(stage)
         forget = remember(stage.store)
-        await train(stage, 1, epoch)
-        await stage.buffer.commit(Commit(1, epoch))
+        await train(stage, 1, term)
+        await stage.buffer.commit(Commit(1, term))
         forget()
         assert list(await stage.store.scan(PAYLOAD + "g00000000"))
         assert list(await stage.store.scan(GROUP + "g00000000"))
 
-        await stage.buffer.claim(Claim(2, epoch, 1, 0.0))
+        await stage.buffer.claim(Claim(2, term, 1, 0.0))
 
         assert list(await stage.store.scan(GROUP)) == [GROUP + "g00000001"]
         assert list(await stage.store.scan(PAYLOAD)) == [PAYLOAD + "g00000001.0", PAYLOAD + "g00000001.1"]
@@ -145,22 +145,22 @@ def test_a_group_that_the_store_never_should_have_again_goes_when_everything_is_
 
 def test_a_loss_right_after_a_loss_and_the_next_buffer_know_everything(stage, remember):
     async def scene():
-        epoch = await begin(stage)
+        term = await begin(stage)
         forget = remember(stage.store)
         tickets = await fill(stage)
         forget()
         await stage.admit(num=1)
         await stage.put(tickets[0])
         again = remember(stage.store)
-        await train(stage, 1, epoch)
+        await train(stage, 1, term)
         again()
-        await stage.buffer.claim(Claim(2, epoch, 1, 0.0))
+        await stage.buffer.claim(Claim(2, term, 1, 0.0))
         forget()
-        await stage.buffer.commit(Commit(1, epoch))
+        await stage.buffer.commit(Commit(1, term))
 
         await stage.start()
-        epoch = (await stage.buffer.draw_epoch(DrawEpoch(0, 1))).epoch
-        second = await stage.buffer.claim(Claim(2, epoch, 1, 0.0))
+        term = (await stage.buffer.draw_term(DrawTerm(0, 1))).term
+        second = await stage.buffer.claim(Claim(2, term, 1, 0.0))
 
         assert names(second) == [t.trajectory_id for t in tickets[2:]]
         assert await stage.fates() == {t.trajectory_id: "trained" for t in tickets[:2]}
@@ -170,33 +170,33 @@ def test_a_loss_right_after_a_loss_and_the_next_buffer_know_everything(stage, re
 
 def test_a_claim_that_was_forgotten_is_still_the_same(stage, remember):
     async def scene():
-        epoch = await begin(stage)
+        term = await begin(stage)
         await fill(stage)
         forget = remember(stage.store)
-        first = await stage.buffer.claim(Claim(1, epoch, 1, 0.0))
+        first = await stage.buffer.claim(Claim(1, term, 1, 0.0))
         forget()
 
-        again = await stage.buffer.claim(Claim(1, epoch, 1, 0.0))
+        again = await stage.buffer.claim(Claim(1, term, 1, 0.0))
         forget()
         await stage.start()
 
         assert again == first
-        assert isinstance(await stage.buffer.claim(Claim(1, epoch, 1, 0.0)), Batch)
+        assert isinstance(await stage.buffer.claim(Claim(1, term, 1, 0.0)), Batch)
 
     stage.run(scene)
 
 
 def test_commits_that_the_store_forgot_are_made_again(stage, remember):
     async def scene():
-        epoch = await begin(stage)
+        term = await begin(stage)
         await fill(stage)
-        await train(stage, 1, epoch)
+        await train(stage, 1, term)
         forget = remember(stage.store)
-        await stage.buffer.commit(Commit(1, epoch))
+        await stage.buffer.commit(Commit(1, term))
         forget()
 
-        await train(stage, 2, epoch)
-        await stage.buffer.commit(Commit(2, epoch))
+        await train(stage, 2, term)
+        await stage.buffer.commit(Commit(2, term))
 
         assert (await read_records(stage.store))[0].committed == 2
         assert list(await stage.fates()) == [f"g0000000{g}.{m}" for g in range(2) for m in range(2)]
@@ -209,7 +209,7 @@ def test_what_was_acknowledged_is_not_lost_although_the_loss_shows_late(make_sta
     stage = make_stage(batch_groups=1, alpha=1, window_s=2.0)
 
     async def scene():
-        epoch = await begin(stage)
+        term = await begin(stage)
         tickets = await stage.admit()
         forget = remember(stage.store)
         assert [await stage.put(ticket, float(n)) for n, ticket in enumerate(tickets[:3])] == [""] * 3
@@ -217,7 +217,7 @@ def test_what_was_acknowledged_is_not_lost_although_the_loss_shows_late(make_sta
         await asyncio.sleep(10.0)
 
         await stage.put(tickets[3])
-        batch = await stage.buffer.claim(Claim(1, epoch, 1, 0.0))
+        batch = await stage.buffer.claim(Claim(1, term, 1, 0.0))
 
         assert names(batch) == [t.trajectory_id for t in tickets[:2]]
         assert list(await stage.store.scan(PAYLOAD)) == [PAYLOAD + t.trajectory_id for t in tickets]
@@ -229,7 +229,7 @@ def test_what_was_acknowledged_is_not_lost_in_an_outage_longer_than_what_the_sto
     stage = make_stage(batch_groups=1, alpha=1, window_s=2.0)
 
     async def scene():
-        epoch = await begin(stage)
+        term = await begin(stage)
         tickets = await stage.admit()
         forget = remember(stage.store)
         assert [await stage.put(ticket, float(n)) for n, ticket in enumerate(tickets[:2])] == [""] * 2
@@ -242,8 +242,8 @@ def test_what_was_acknowledged_is_not_lost_in_an_outage_longer_than_what_the_sto
         stage.away = False
 
         assert [await work for work in (*putting, late)] == [""] * 3
-        assert names(await stage.buffer.claim(Claim(1, epoch, 1, 0.0))) == [t.trajectory_id for t in tickets[:2]]
-        assert names(await stage.buffer.claim(Claim(2, epoch, 1, 0.0))) == [t.trajectory_id for t in tickets[2:]]
+        assert names(await stage.buffer.claim(Claim(1, term, 1, 0.0))) == [t.trajectory_id for t in tickets[:2]]
+        assert names(await stage.buffer.claim(Claim(2, term, 1, 0.0))) == [t.trajectory_id for t in tickets[2:]]
         assert await stage.fates() == {}
 
     stage.run(scene)
@@ -257,10 +257,10 @@ def test_what_happens_while_everything_is_written_anew_is_whole_after_a_death(st
     slow("scan", before=1.0, when=lambda n, args: bool(chosen))
 
     async def scene():
-        epoch = await begin(stage)
+        term = await begin(stage)
         tickets = await stage.admit()
         await fill(stage, tickets[:2])
-        await train(stage, 1, epoch)
+        await train(stage, 1, term)
         forget = remember(stage.store)
         await stage.put(tickets[2], 0.0)
         forget()
@@ -270,7 +270,7 @@ def test_what_happens_while_everything_is_written_anew_is_whole_after_a_death(st
         await asyncio.sleep(0.5)
         process.spare = 1 + spare  # what is written anew, and what came meanwhile
         process.before = True
-        request = {"commit": Commit(1, epoch), "give_up": GiveUp(tickets[3], "env_step_failed"), "put": Put(trajectory(tickets[3], 1.0))}[
+        request = {"commit": Commit(1, term), "give_up": GiveUp(tickets[3], "env_step_failed"), "put": Put(trajectory(tickets[3], 1.0))}[
             what
         ]
         asking = stage.tasks.create_task(stage.ask(what, request))
@@ -279,7 +279,7 @@ def test_what_happens_while_everything_is_written_anew_is_whole_after_a_death(st
         chosen.clear()
         if stage.process is process:
             await stage.start()
-        epoch = (await stage.buffer.draw_epoch(DrawEpoch(0, 1))).epoch
+        term = (await stage.buffer.draw_term(DrawTerm(0, 1))).term
 
         fates = await stage.fates()
         assert {name: fate for name, fate in fates.items() if name.startswith("g00000000")} == {
@@ -291,7 +291,7 @@ def test_what_happens_while_everything_is_written_anew_is_whole_after_a_death(st
         else:
             if what == "commit":
                 await stage.put(tickets[3], 1.0)
-            batch = await stage.buffer.claim(Claim(2, epoch, 1, 0.0))
+            batch = await stage.buffer.claim(Claim(2, term, 1, 0.0))
             assert names(batch) == [t.trajectory_id for t in tickets[2:]]
         assert len(await told(stage)) == len(fates)
 
@@ -303,7 +303,7 @@ def test_a_frozen_buffer_whose_successor_the_store_forgot(stage, remember, traje
     """Where it wakes and answers, that stands, and the successor gives way to another; where it does not, all is written anew."""
 
     async def scene():
-        epoch = await begin(stage)
+        term = await begin(stage)
         old, frozen = stage.buffer, stage.process
         one, two, three, four = await stage.admit()
         await fill(stage, [one])
@@ -311,22 +311,22 @@ def test_a_frozen_buffer_whose_successor_the_store_forgot(stage, remember, traje
         stage.process = None
         new = await stage.start()
         await fill(stage, [two])
-        first = await train(stage, 1, epoch)
+        first = await train(stage, 1, term)
         save(stage, 1, first)
-        await stage.buffer.commit(Commit(1, epoch))
+        await stage.buffer.commit(Commit(1, term))
         forget()
 
         if wakes:
             assert (await old.put(Put(trajectory(three, 0.0)))).fate == ""  # nothing tells it that it was replaced
             assert list(await stage.store.scan(PAYLOAD)) == [PAYLOAD + t.trajectory_id for t in (one, three)]
         await stage.ask("put", Put(trajectory(two, 1.0)))
-        epoch = (await stage.ask("draw_epoch", DrawEpoch(epoch + 1, 1))).epoch
+        term = (await stage.ask("draw_term", DrawTerm(term + 1, 1))).term
         late = stage.tasks.create_task(old.put(Put(trajectory(four))))
         await frozen.dead.wait()
         late.cancel()
         for ticket in (four,) if wakes else (three, four):
             await stage.ask("put", Put(trajectory(ticket, float(ticket.trajectory_id[-1]))))
-        batch = await stage.buffer.claim(Claim(2, epoch, 1, 0.0))
+        batch = await stage.buffer.claim(Claim(2, term, 1, 0.0))
 
         assert (stage.buffer is new) == (not wakes)
         assert names(batch) == [three.trajectory_id, four.trajectory_id]
@@ -339,7 +339,7 @@ def test_a_loss_soon_after_a_restart_costs_no_acknowledged_sample_and_no_end(sta
     """The buffer before it acknowledged them within the time that the Store may forget."""
 
     async def scene():
-        epoch = await begin(stage)
+        term = await begin(stage)
         tickets = await stage.admit()
         forget = remember(stage.store)
         await stage.buffer.give_up(GiveUp(tickets[3], "env_step_failed"))
@@ -347,8 +347,8 @@ def test_a_loss_soon_after_a_restart_costs_no_acknowledged_sample_and_no_end(sta
         await stage.start()
         forget()
 
-        epoch = (await stage.buffer.draw_epoch(DrawEpoch(0, 0))).epoch
-        batch = await stage.buffer.claim(Claim(1, epoch, 1, 0.0))
+        term = (await stage.buffer.draw_term(DrawTerm(0, 0))).term
+        batch = await stage.buffer.claim(Claim(1, term, 1, 0.0))
 
         assert names(batch) == [t.trajectory_id for t in tickets[:2]]
         assert await stage.fates() == {tickets[3].trajectory_id: "failed", tickets[2].trajectory_id: "group_too_small"}
@@ -362,29 +362,29 @@ def test_a_loss_soon_after_a_restart_costs_no_acknowledged_sample_and_no_end(sta
 
 def test_a_step_that_was_trained_is_known_from_the_checkpoint(stage, remember):
     async def scene():
-        epoch = await begin(stage)
+        term = await begin(stage)
         tickets = await fill(stage)
         forget = remember(stage.store)
-        first = await train(stage, 1, epoch)
+        first = await train(stage, 1, term)
         save(stage, 1, first)
         forget()
 
         await stage.start()
-        rest = await stage.buffer.claim(Claim(2, epoch, 1, 0.0))
-        await stage.buffer.commit(Commit(1, epoch))
+        rest = await stage.buffer.claim(Claim(2, term, 1, 0.0))
+        await stage.buffer.commit(Commit(1, term))
 
         assert names(rest) == [t.trajectory_id for t in tickets[2:]]
         ends = await stage.trained()
-        assert ends == dict.fromkeys(names(first), ("trained", 1, epoch))
+        assert ends == dict.fromkeys(names(first), ("trained", 1, term))
 
     stage.run(scene)
 
 
 @pytest.mark.parametrize("since", ["start", "admitted", "half", "put"])
-@pytest.mark.parametrize("asks", ["commit", "draw_epoch"])
+@pytest.mark.parametrize("asks", ["commit", "draw_term"])
 def test_samples_that_were_trained_end_once_and_never_train_again_however_much_was_forgotten(stage, remember, since, asks):
     async def scene():
-        epoch = await begin(stage)
+        term = await begin(stage)
         forgets = {"start": remember(stage.store)}
         tickets = await stage.admit()
         forgets["admitted"] = remember(stage.store)
@@ -392,27 +392,27 @@ def test_samples_that_were_trained_end_once_and_never_train_again_however_much_w
         forgets["half"] = remember(stage.store)
         await fill(stage, tickets[1:2])
         forgets["put"] = remember(stage.store)
-        first = await train(stage, 1, epoch)
+        first = await train(stage, 1, term)
         await fill(stage, tickets[2:])
         await fill(stage)
-        second = await train(stage, 2, epoch)
+        second = await train(stage, 2, term)
         save(stage, 2, first, second)
         forgets[since]()
 
         await stage.start()
         if asks == "commit":
-            await stage.buffer.commit(Commit(2, epoch))
+            await stage.buffer.commit(Commit(2, term))
         else:
-            epoch = (await stage.buffer.draw_epoch(DrawEpoch(epoch + 1, 2))).epoch
+            term = (await stage.buffer.draw_term(DrawTerm(term + 1, 2))).term
         ended = await stage.trained()
         await stage.buffer.on_peers((), ("env_manager-1",))
         more = await stage.admit()
         for ticket in more:
             await stage.put(ticket, reward=float(ticket.trajectory_id[-1]), version_first=2)
-        third = await stage.buffer.claim(Claim(3, epoch, 1, 0.0))
+        third = await stage.buffer.claim(Claim(3, term, 1, 0.0))
 
         trained = {*names(first), *names(second)}
-        assert ended == {name: ("trained", 1 if name in names(first) else 2, epoch) for name in trained}
+        assert ended == {name: ("trained", 1 if name in names(first) else 2, term) for name in trained}
         assert not trained & {t.trajectory_id for t in more}
         assert not trained & set(names(third))
         assert names(third) == ["g00000002.0", "g00000002.1"]
@@ -423,16 +423,16 @@ def test_samples_that_were_trained_end_once_and_never_train_again_however_much_w
 
 def test_groups_up_to_the_cursor_of_a_checkpoint_run_again(stage, remember):
     async def scene():
-        epoch = await begin(stage)
+        term = await begin(stage)
         forget = remember(stage.store)
         await fill(stage)
-        first = await train(stage, 1, epoch)
+        first = await train(stage, 1, term)
         await stage.admit()
-        save(stage, 1, await stage.buffer.claim(Claim(1, epoch, 1, 0.0)))
+        save(stage, 1, await stage.buffer.claim(Claim(1, term, 1, 0.0)))
         forget()
 
         await stage.start()
-        epoch = (await stage.buffer.draw_epoch(DrawEpoch(epoch + 1, 1))).epoch
+        term = (await stage.buffer.draw_term(DrawTerm(term + 1, 1))).term
         again = await stage.admit()
         fresh = await stage.admit()
 
@@ -447,13 +447,13 @@ def test_groups_up_to_the_cursor_of_a_checkpoint_run_again(stage, remember):
 
 def test_the_version_is_never_behind_what_is_committed(stage, remember):
     async def scene():
-        epoch = await begin(stage)
+        term = await begin(stage)
         forget = remember(stage.store)
         await fill(stage)
-        save(stage, 1, await train(stage, 1, epoch))
+        save(stage, 1, await train(stage, 1, term))
         forget()
         await stage.start()
-        await stage.buffer.commit(Commit(1, epoch))
+        await stage.buffer.commit(Commit(1, term))
 
         (ticket, *_) = await stage.admit()
 
@@ -468,19 +468,19 @@ def test_a_failed_member_of_a_trained_group_has_its_end_once(make_stage, remembe
     stage = make_stage(batch_groups=1, group_size=3, alpha=1, window_s=60.0)
 
     async def scene():
-        epoch = await begin(stage)
+        term = await begin(stage)
         bad, *good = await stage.admit(num=3)
         early = remember(stage.store)
         await stage.buffer.give_up(GiveUp(bad, "env_step_failed"))
         late = remember(stage.store)
         for reward, ticket in enumerate(good):
             await stage.put(ticket, float(reward))
-        save(stage, 1, await train(stage, 1, epoch))
+        save(stage, 1, await train(stage, 1, term))
         (early if forgets_end else late)()
         await stage.start()
-        await stage.buffer.commit(Commit(1, epoch))
+        await stage.buffer.commit(Commit(1, term))
 
-        assert await stage.trained() == {bad.trajectory_id: ("failed", 0, 0)} | {t.trajectory_id: ("trained", 1, epoch) for t in good}
+        assert await stage.trained() == {bad.trajectory_id: ("failed", 0, 0)} | {t.trajectory_id: ("trained", 1, term) for t in good}
 
     stage.run(scene)
 
@@ -489,23 +489,23 @@ def test_a_buffer_that_bound_others_meanwhile_learns_from_the_checkpoint_at_its_
     """The Store forgot step 1; a buffer without that knowledge bound another group to it, and died; then the checkpoint was named."""
 
     async def scene():
-        epoch = await begin(stage)
+        term = await begin(stage)
         tickets = await stage.admit()
         forget = remember(stage.store)
         await fill(stage, tickets[:2])
-        first = await train(stage, 1, epoch)
+        first = await train(stage, 1, term)
         forget()
         await stage.start()
         await fill(stage, tickets[2:])
-        other = await stage.buffer.claim(Claim(1, epoch, 1, 0.0))
+        other = await stage.buffer.claim(Claim(1, term, 1, 0.0))
         save(stage, 1, first)
 
         await stage.start()
-        second = await stage.buffer.claim(Claim(2, epoch, 1, 0.0))
-        await stage.buffer.commit(Commit(1, epoch))
+        second = await stage.buffer.claim(Claim(2, term, 1, 0.0))
+        await stage.buffer.commit(Commit(1, term))
 
         assert names(other) == names(second) == [t.trajectory_id for t in tickets[2:]]
-        assert await stage.trained() == dict.fromkeys(names(first), ("trained", 1, epoch))
+        assert await stage.trained() == dict.fromkeys(names(first), ("trained", 1, term))
 
     stage.run(scene)
 
@@ -514,19 +514,19 @@ def test_a_commit_of_a_step_whose_groups_are_unknown_reads_the_checkpoint(stage,
     """The checkpoint is named only after the new buffer has started."""
 
     async def scene():
-        epoch = await begin(stage)
+        term = await begin(stage)
         tickets = await fill(stage)
         forget = remember(stage.store)
-        first = await train(stage, 1, epoch)
+        first = await train(stage, 1, term)
         forget()
         await stage.start()
         assert stage.buffer._groups.steps == {}
         save(stage, 1, first)
 
-        await stage.buffer.commit(Commit(1, epoch))
+        await stage.buffer.commit(Commit(1, term))
 
-        assert await stage.trained() == dict.fromkeys(names(first), ("trained", 1, epoch))
-        assert names(await stage.buffer.claim(Claim(2, epoch, 1, 0.0))) == [t.trajectory_id for t in tickets[2:]]
+        assert await stage.trained() == dict.fromkeys(names(first), ("trained", 1, term))
+        assert names(await stage.buffer.claim(Claim(2, term, 1, 0.0))) == [t.trajectory_id for t in tickets[2:]]
         assert list(await stage.store.scan(PAYLOAD)) == [PAYLOAD + t.trajectory_id for t in tickets[2:]]
 
     stage.run(scene)
@@ -534,19 +534,19 @@ def test_a_commit_of_a_step_whose_groups_are_unknown_reads_the_checkpoint(stage,
 
 def test_without_a_checkpoint_the_step_after_a_forgotten_one_is_refused(stage, remember):
     async def scene():
-        epoch = await begin(stage)
+        term = await begin(stage)
         await fill(stage)
         forget = remember(stage.store)
-        await train(stage, 1, epoch)
+        await train(stage, 1, term)
         forget()
         await stage.start()
 
         with pytest.raises(OutOfOrder, match="step 2 was claimed, but 0 is the last that has groups"):
-            await stage.buffer.claim(Claim(2, epoch, 1, 0.0))
-        epoch = (await stage.buffer.draw_epoch(DrawEpoch(epoch + 1, 0))).epoch
-        assert await train(stage, 1, epoch)
-        assert await train(stage, 2, epoch)
-        await stage.buffer.commit(Commit(2, epoch))
+            await stage.buffer.claim(Claim(2, term, 1, 0.0))
+        term = (await stage.buffer.draw_term(DrawTerm(term + 1, 0))).term
+        assert await train(stage, 1, term)
+        assert await train(stage, 2, term)
+        await stage.buffer.commit(Commit(2, term))
 
         assert sorted(set((await stage.fates()).values())) == ["trained"]
         assert len(await stage.fates()) == 4
@@ -557,18 +557,18 @@ def test_without_a_checkpoint_the_step_after_a_forgotten_one_is_refused(stage, r
 @pytest.mark.parametrize("restarts", [False, True])
 def test_a_trainer_that_begins_again_gets_the_samples_of_a_forgotten_claim_once(stage, remember, restarts):
     async def scene():
-        epoch = await begin(stage)
+        term = await begin(stage)
         await fill(stage)
         forget = remember(stage.store)
-        first = await train(stage, 1, epoch)
+        first = await train(stage, 1, term)
         forget()
         if restarts:
             await stage.start()
 
-        epoch = (await stage.buffer.draw_epoch(DrawEpoch(epoch + 1, 0))).epoch
-        again = await stage.buffer.claim(Claim(1, epoch, 1, 0.0))
-        second = await stage.buffer.claim(Claim(2, epoch, 1, 0.0))
-        await stage.buffer.commit(Commit(2, epoch))
+        term = (await stage.buffer.draw_term(DrawTerm(term + 1, 0))).term
+        again = await stage.buffer.claim(Claim(1, term, 1, 0.0))
+        second = await stage.buffer.claim(Claim(2, term, 1, 0.0))
+        await stage.buffer.commit(Commit(2, term))
 
         assert again.groups == first.groups
         assert not set(names(second)) & set(names(first))
@@ -580,35 +580,35 @@ def test_a_trainer_that_begins_again_gets_the_samples_of_a_forgotten_claim_once(
 
 def test_a_step_may_be_claimed_behind_a_bound_one_and_behind_a_trained_one(stage):
     async def scene():
-        epoch = await begin(stage)
+        term = await begin(stage)
         await fill(stage)
-        await stage.buffer.claim(Claim(1, epoch, 1, 0.0))
+        await stage.buffer.claim(Claim(1, term, 1, 0.0))
 
         with pytest.raises(OutOfOrder, match="step 3 was claimed, but 1 is the last"):
-            await stage.buffer.claim(Claim(3, epoch, 1, 0.0))
-        assert isinstance(await stage.buffer.claim(Claim(2, epoch, 1, 0.0)), Batch)
-        await stage.buffer.advance(Advance(2, epoch))
-        assert isinstance(await stage.buffer.claim(Claim(3, epoch, 1, 0.0)), NotReady)
-        await stage.buffer.commit(Commit(2, epoch))
-        assert isinstance(await stage.buffer.claim(Claim(3, epoch, 1, 0.0)), NotReady)
+            await stage.buffer.claim(Claim(3, term, 1, 0.0))
+        assert isinstance(await stage.buffer.claim(Claim(2, term, 1, 0.0)), Batch)
+        await stage.buffer.advance(Advance(2, term))
+        assert isinstance(await stage.buffer.claim(Claim(3, term, 1, 0.0)), NotReady)
+        await stage.buffer.commit(Commit(2, term))
+        assert isinstance(await stage.buffer.claim(Claim(3, term, 1, 0.0)), NotReady)
         with pytest.raises(OutOfOrder, match="2 is committed already"):
-            await stage.buffer.claim(Claim(2, epoch, 1, 0.0))
+            await stage.buffer.claim(Claim(2, term, 1, 0.0))
 
     stage.run(scene)
 
 
-def test_an_epoch_is_never_drawn_twice_although_the_store_forgot_it(stage, remember):
+def test_an_term_is_never_drawn_twice_although_the_store_forgot_it(stage, remember):
     async def scene():
         forget = None
         drawn = [await begin(stage)]
         forget = remember(stage.store)
         for restarts in (False, True, True, False):
             await asyncio.sleep(1.0)
-            drawn.append((await stage.buffer.draw_epoch(DrawEpoch(0, 0))).epoch)
+            drawn.append((await stage.buffer.draw_term(DrawTerm(0, 0))).term)
             forget()
             if restarts:
                 await stage.start()
-        drawn.append((await stage.buffer.draw_epoch(DrawEpoch(0, 0))).epoch)
+        drawn.append((await stage.buffer.draw_term(DrawTerm(0, 0))).term)
 
         assert drawn == sorted(set(drawn))
 
@@ -617,15 +617,15 @@ def test_an_epoch_is_never_drawn_twice_although_the_store_forgot_it(stage, remem
 
 def test_the_record_of_a_trained_group_stays_until_its_step_is_committed(stage):
     async def scene():
-        epoch = await begin(stage)
+        term = await begin(stage)
         await fill(stage)
-        await train(stage, 1, epoch)
+        await train(stage, 1, term)
         assert len(await stage.store.scan(GROUP)) == 2
 
         await stage.start()
         assert list(stage.buffer._groups.trained) == ["g00000000"]
         assert "g00000000" not in stage.buffer._groups.live
-        await stage.buffer.commit(Commit(1, epoch))
+        await stage.buffer.commit(Commit(1, term))
 
         assert list(await stage.store.scan(GROUP)) == [GROUP + "g00000001"]
         assert list(await stage.store.scan(PAYLOAD)) == [PAYLOAD + "g00000001.0", PAYLOAD + "g00000001.1"]
@@ -641,22 +641,22 @@ def test_trained_steps_are_trained_again_with_the_same_groups_in_the_same_order(
     stage = make_stage(batch_groups=2, alpha=2)
 
     async def scene():
-        epoch = await begin(stage)
+        term = await begin(stage)
         batches = {}
         for step in (1, 2, 3):
             await fill(stage)
-            batches[step] = await stage.buffer.claim(Claim(step, epoch, 2, 0.0))
-            await stage.buffer.advance(Advance(step, epoch))
-        await stage.buffer.commit(Commit(1, epoch))
+            batches[step] = await stage.buffer.claim(Claim(step, term, 2, 0.0))
+            await stage.buffer.advance(Advance(step, term))
+        await stage.buffer.commit(Commit(1, term))
         if restarts:
             await stage.start()
         assert {group.state for step in (2, 3) for group in stage.buffer._groups.steps[step]} == {"trained"}
 
-        reply = await stage.buffer.draw_epoch(DrawEpoch(0, 1))
+        reply = await stage.buffer.draw_term(DrawTerm(0, 1))
         states = {group.state for step in (2, 3) for group in stage.buffer._groups.steps[step]}
-        again = {step: await stage.buffer.claim(Claim(step, reply.epoch, 2, 0.0)) for step in (2, 3)}
-        await stage.buffer.advance(Advance(3, reply.epoch))
-        await stage.buffer.commit(Commit(3, reply.epoch))
+        again = {step: await stage.buffer.claim(Claim(step, reply.term, 2, 0.0)) for step in (2, 3)}
+        await stage.buffer.advance(Advance(3, reply.term))
+        await stage.buffer.commit(Commit(3, reply.term))
 
         assert reply.bound == (2, 3)
         assert states == {"bound"}
@@ -671,17 +671,17 @@ def test_trained_steps_are_trained_again_with_the_same_groups_in_the_same_order(
 @pytest.mark.parametrize("restarts", [False, True])
 def test_a_step_that_raises_twice_ends_its_groups_as_poisoned_and_is_bound_anew(stage, restarts):
     async def scene():
-        epoch = await begin(stage)
+        term = await begin(stage)
         tickets = await fill(stage)
-        first = await stage.buffer.claim(Claim(1, epoch, 1, 0.0))
-        await stage.buffer.step_raised(StepRaised(1, epoch, "ValueError: bad token"))
-        epoch = (await stage.buffer.draw_epoch(DrawEpoch(0, 0))).epoch
-        again = await stage.buffer.claim(Claim(1, epoch, 1, 0.0))
+        first = await stage.buffer.claim(Claim(1, term, 1, 0.0))
+        await stage.buffer.step_raised(StepRaised(1, term, "ValueError: bad token"))
+        term = (await stage.buffer.draw_term(DrawTerm(0, 0))).term
+        again = await stage.buffer.claim(Claim(1, term, 1, 0.0))
         if restarts:
             await stage.start()
 
-        await stage.buffer.step_raised(StepRaised(1, epoch, "ValueError: bad token"))
-        other = await stage.buffer.claim(Claim(1, epoch, 1, 0.0))
+        await stage.buffer.step_raised(StepRaised(1, term, "ValueError: bad token"))
+        other = await stage.buffer.claim(Claim(1, term, 1, 0.0))
 
         assert stage.notices == [
             "training on step 1 raised twice (ValueError: bad token): its 1 groups end as poisoned, and the step gets others"
@@ -699,14 +699,14 @@ def test_a_step_that_raises_twice_ends_its_groups_as_poisoned_and_is_bound_anew(
 
 def test_a_step_that_raises_once_and_then_another_are_not_poisoned(stage):
     async def scene():
-        epoch = await begin(stage)
+        term = await begin(stage)
         await fill(stage)
-        await train(stage, 1, epoch)
-        await stage.buffer.claim(Claim(2, epoch, 1, 0.0))
+        await train(stage, 1, term)
+        await stage.buffer.claim(Claim(2, term, 1, 0.0))
 
         for step in (2, 1, 2, 1):
-            epoch = (await stage.buffer.draw_epoch(DrawEpoch(0, 0))).epoch
-            await stage.buffer.step_raised(StepRaised(step, epoch, "boom"))
+            term = (await stage.buffer.draw_term(DrawTerm(0, 0))).term
+            await stage.buffer.step_raised(StepRaised(step, term, "boom"))
 
         assert stage.notices == []
         assert await stage.fates() == {}
@@ -716,14 +716,14 @@ def test_a_step_that_raises_once_and_then_another_are_not_poisoned(stage):
 
 def test_what_is_bound_after_a_poisoned_batch_may_raise_once_itself(stage):
     async def scene():
-        epoch = await begin(stage)
+        term = await begin(stage)
         await fill(stage)
         poisoned = []
         for _ in range(4):
-            assert isinstance(await stage.buffer.claim(Claim(1, epoch, 1, 0.0)), Batch)
-            await stage.buffer.step_raised(StepRaised(1, epoch, "boom"))
+            assert isinstance(await stage.buffer.claim(Claim(1, term, 1, 0.0)), Batch)
+            await stage.buffer.step_raised(StepRaised(1, term, "boom"))
             poisoned.append(len(await stage.fates()))
-            epoch = (await stage.buffer.draw_epoch(DrawEpoch(0, 0))).epoch
+            term = (await stage.buffer.draw_term(DrawTerm(0, 0))).term
 
         assert poisoned == [0, 2, 2, 4]
         assert list((await stage.fates()).values()) == ["poisoned"] * 4
@@ -733,18 +733,18 @@ def test_what_is_bound_after_a_poisoned_batch_may_raise_once_itself(stage):
 
 def test_a_poisoned_step_leaves_the_bound_one_behind_it_as_it_was(stage):
     async def scene():
-        epoch = await begin(stage)
+        term = await begin(stage)
         await fill(stage)
-        await train(stage, 1, epoch)
-        second = await stage.buffer.claim(Claim(2, epoch, 1, 0.0))
+        await train(stage, 1, term)
+        second = await stage.buffer.claim(Claim(2, term, 1, 0.0))
         for _ in range(2):
-            epoch = (await stage.buffer.draw_epoch(DrawEpoch(0, 0))).epoch
-            await stage.buffer.step_raised(StepRaised(1, epoch, "boom"))
+            term = (await stage.buffer.draw_term(DrawTerm(0, 0))).term
+            await stage.buffer.step_raised(StepRaised(1, term, "boom"))
         tickets = await fill(stage)
 
-        anew = await train(stage, 1, epoch)
-        again = await train(stage, 2, epoch)
-        await stage.buffer.commit(Commit(2, epoch))
+        anew = await train(stage, 1, term)
+        again = await train(stage, 2, term)
+        await stage.buffer.commit(Commit(2, term))
 
         assert names(anew) == [t.trajectory_id for t in tickets]
         assert again.groups == second.groups
@@ -758,15 +758,15 @@ def test_a_poisoned_step_leaves_the_bound_one_behind_it_as_it_was(stage):
 @pytest.mark.parametrize("restarts", [False, True])
 def test_a_raise_that_is_told_again_because_its_reply_was_lost_counts_once(stage, restarts):
     async def scene():
-        epoch = await begin(stage)
+        term = await begin(stage)
         await fill(stage)
-        first = await stage.buffer.claim(Claim(1, epoch, 1, 0.0))
-        await stage.buffer.step_raised(StepRaised(1, epoch, "boom"))
+        first = await stage.buffer.claim(Claim(1, term, 1, 0.0))
+        await stage.buffer.step_raised(StepRaised(1, term, "boom"))
         if restarts:
             await stage.start()
 
-        await stage.buffer.step_raised(StepRaised(1, epoch, "boom"))
-        again = await stage.buffer.claim(Claim(1, epoch, 1, 0.0))
+        await stage.buffer.step_raised(StepRaised(1, term, "boom"))
+        again = await stage.buffer.claim(Claim(1, term, 1, 0.0))
 
         assert StepRaised.idempotent
         assert (again.groups, stage.notices) == (first.groups, [])
@@ -779,13 +779,13 @@ def test_the_user_is_told_of_a_poisoned_step_though_its_trainer_gave_up_waiting(
     calls = slow("write", before=5.0, when=lambda n, args: n in chosen)
 
     async def scene():
-        epoch = await begin(stage)
+        term = await begin(stage)
         await fill(stage)
-        await stage.buffer.claim(Claim(1, epoch, 1, 0.0))
-        await stage.buffer.step_raised(StepRaised(1, epoch, "boom"))
-        epoch = (await stage.buffer.draw_epoch(DrawEpoch(0, 0))).epoch
+        await stage.buffer.claim(Claim(1, term, 1, 0.0))
+        await stage.buffer.step_raised(StepRaised(1, term, "boom"))
+        term = (await stage.buffer.draw_term(DrawTerm(0, 0))).term
         chosen.append(len(calls) + 1)
-        telling = stage.tasks.create_task(stage.buffer.step_raised(StepRaised(1, epoch, "boom")))
+        telling = stage.tasks.create_task(stage.buffer.step_raised(StepRaised(1, term, "boom")))
         await asyncio.sleep(1.0)
         telling.cancel()
         early = list(stage.notices)
@@ -801,10 +801,10 @@ def test_a_trainer_that_was_replaced_poisons_nothing(stage):
         old = await begin(stage)
         await fill(stage)
         await stage.buffer.claim(Claim(1, old, 1, 0.0))
-        await stage.buffer.draw_epoch(DrawEpoch(0, 0))
+        await stage.buffer.draw_term(DrawTerm(0, 0))
 
         for _ in range(3):
-            with pytest.raises(StaleEpoch):
+            with pytest.raises(StaleTerm):
                 await stage.buffer.step_raised(StepRaised(1, old, "boom"))
 
         assert await stage.fates() == {}

@@ -31,7 +31,7 @@ def test_its_weights_have_the_size_that_was_asked_for_and_every_byte_of_them_cha
 def test_a_checkpoint_is_taken_up_where_it_ended_and_a_damaged_one_is_named(tmp_path):
     engine = made()
     engine.train(3, [])
-    engine.snapshot(epoch=2)(tmp_path / "step_3")
+    engine.snapshot(term=2)(tmp_path / "step_3")
     newest, _ = checkpoints.newest(tmp_path)
 
     assert made().load(tmp_path, newest) == (3, 2)

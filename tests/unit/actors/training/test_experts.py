@@ -41,7 +41,7 @@ def test_it_is_published_and_saved_under_the_names_of_its_checkpoint(mixture, tm
 
     row = subject.train(1, ranks.batch(1)).metrics
     image = load(bytes(image_of(subject)))
-    subject.snapshot(epoch=1)(tmp_path / "step_1")
+    subject.snapshot(term=1)(tmp_path / "step_1")
 
     assert {name: value.shape for name, value in before.items()} == {name: value.shape for name, value in stored.items()}
     assert all(torch.equal(before[name], value) for name, value in stored.items())
@@ -64,7 +64,7 @@ def test_it_goes_on_from_its_checkpoint_as_if_never_interrupted(mixture, tmp_pat
     for step in (1, 2):
         expected = whole.train(step, ranks.batch(step)).metrics["policy/loss"]
     first.train(1, ranks.batch(1))
-    first.snapshot(epoch=1)(tmp_path / "step_1")
+    first.snapshot(term=1)(tmp_path / "step_1")
     again = TorchTrainEngine(ModelSection(path=str(mixture)), first._train_section, steps=5, seed=1)
     again.load(mixture, tmp_path / "step_1")
 

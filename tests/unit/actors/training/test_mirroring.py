@@ -50,7 +50,7 @@ class FakeTrainer:
 
     def save(self, *steps):
         for step in steps:
-            checkpoint.write(self.run.folder / "checkpoints" / f"step_{step}", {"weights": bytes([step])}, step=step, epoch=1)
+            checkpoint.write(self.run.folder / "checkpoints" / f"step_{step}", {"weights": bytes([step])}, step=step, term=1)
 
 
 @pytest.fixture
@@ -176,7 +176,7 @@ async def test_a_trainer_whose_run_was_brought_back_elsewhere_copies_no_more(tmp
         await hook.before_end()
         (tmp_path / "new").mkdir()
         bring(str(place), tmp_path / "new")
-        Mirror(str(place)).claim(Claim(checkpoint.newest_epoch(tmp_path / "new" / "checkpoints") + 1, "00000000"))  # as its trainer does
+        Mirror(str(place)).claim(Claim(checkpoint.newest_term(tmp_path / "new" / "checkpoints") + 1, "00000000"))  # as its trainer does
         trainer.save(2)
         await hook.after_checkpoint(2)
         await hook.before_end()
@@ -220,5 +220,5 @@ async def test_copies_of_steps_that_are_trained_anew_go(tmp_path, place):
     await play(tmp_path, place, second)
 
     assert there(place) == ["step_2"]
-    assert [claim.epoch for claim in Mirror(str(place)).claims()] == [2]
+    assert [claim.term for claim in Mirror(str(place)).claims()] == [2]
     assert Claim(1, "z") < Mirror(str(place)).claims()[0]

@@ -26,7 +26,7 @@ class Trainer(Actor):
 
 @pytest.fixture
 def publisher(on_stage):
-    """`publisher(play)`: `await play(publisher)` with two engines, version 3 of epoch 1 published."""
+    """`publisher(play)`: `await play(publisher)` with two engines, version 3 of term 1 published."""
 
     def run(play):
         async def main(context):

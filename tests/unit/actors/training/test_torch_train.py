@@ -134,7 +134,7 @@ def test_training_goes_on_from_a_checkpoint_as_if_never_interrupted(engine, traj
     subject = engine(model_dtype=model_dtype)
     batches = [[group_of(subject, trajectory)] for _ in range(2)]
     subject.train(1, batches[0])
-    subject.snapshot(epoch=3)(tmp_path / "step_1")
+    subject.snapshot(term=3)(tmp_path / "step_1")
     subject.train(2, batches[1])
 
     resumed = engine(model_dtype=model_dtype)
@@ -143,7 +143,7 @@ def test_training_goes_on_from_a_checkpoint_as_if_never_interrupted(engine, traj
 
     assert stands_at == (1, 3)
     for engine_, folder in ((subject, "a"), (resumed, "b")):
-        engine_.snapshot(epoch=4)(tmp_path / folder)
+        engine_.snapshot(term=4)(tmp_path / folder)
     for name in ("model.safetensors", "optimizer.state"):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
     assert bytes(image_of(resumed)) == bytes(image_of(subject))
@@ -174,7 +174,7 @@ def test_an_engine_that_slept_between_two_steps_trains_as_if_it_had_not(model_fo
     assert all(not value.is_cuda for state in sleeper._optimizer.state.values() for value in state.values())
     assert bytes(image_of(sleeper)) == bytes(image_of(awake))
     for subject, folder in ((awake, "a"), (sleeper, "b")):
-        subject.snapshot(epoch=1)(tmp_path / folder)
+        subject.snapshot(term=1)(tmp_path / folder)
     assert (tmp_path / "a" / "optimizer.state").read_bytes() == (tmp_path / "b" / "optimizer.state").read_bytes()
 
 
@@ -201,7 +201,7 @@ def test_a_step_in_parts_between_which_the_engine_sleeps_is_the_step_without_a_s
     assert result == expected
     assert bytes(image_of(stopped)) == bytes(image_of(whole))
     for subject, folder in ((whole, "a"), (stopped, "b")):
-        subject.snapshot(epoch=1)(tmp_path / folder)
+        subject.snapshot(term=1)(tmp_path / folder)
     assert (tmp_path / "a" / "optimizer.state").read_bytes() == (tmp_path / "b" / "optimizer.state").read_bytes()
 
 
@@ -209,7 +209,7 @@ def saved_weights(subject, folder):
     """All weights of a checkpoint by name."""
     from safetensors.torch import load_file
 
-    subject.snapshot(epoch=1)(folder)
+    subject.snapshot(term=1)(folder)
     return load_file(folder / "model.safetensors")
 
 
@@ -265,7 +265,7 @@ def direction(subject, groups):
 def test_a_checkpoint_is_a_model_folder_that_hf_tools_load(engine, tmp_path):
     from transformers import AutoModelForCausalLM
 
-    engine().snapshot(epoch=1)(tmp_path / "step_0")
+    engine().snapshot(term=1)(tmp_path / "step_0")
 
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "step_0", local_files_only=True)
 
@@ -306,9 +306,9 @@ def test_what_is_exported_stays_as_it_was_while_training_goes_on(engine, traject
 
 def test_a_snapshot_is_written_as_it_was_taken_while_training_goes_on(engine, trajectory, tmp_path):
     subject = engine()
-    subject.snapshot(epoch=1)(tmp_path / "before" / "step_0")
+    subject.snapshot(term=1)(tmp_path / "before" / "step_0")
 
-    write = subject.snapshot(epoch=1)
+    write = subject.snapshot(term=1)
     subject.train(1, [group_of(subject, trajectory)])
     write(tmp_path / "beside" / "step_0")
 
@@ -430,7 +430,7 @@ def test_a_resumed_run_of_other_length_keeps_its_learning_rates(engine, trajecto
     group = group_of(engine(), trajectory)
     subject = engine(steps=10, lr_final=0.1)
     rates = [subject.train(step, [group]).metrics["optim/lr"] for step in (1, 2, 3)]
-    subject.snapshot(epoch=1)(tmp_path / "step_3")
+    subject.snapshot(term=1)(tmp_path / "step_3")
     rates += [subject.train(step, [group]).metrics["optim/lr"] for step in (4, 5)]
 
     resumed = engine(tmp_path / "step_3", steps=1000, lr_final=0.1)
@@ -461,7 +461,7 @@ def test_a_checkpoint_is_the_whole_model_folder_and_the_base_of_the_next_run(tmp
     first.load(base, None)
 
     checkpoint = tmp_path / "checkpoints" / "step_0"
-    first.snapshot(epoch=1)(checkpoint)
+    first.snapshot(term=1)(checkpoint)
 
     messages = [{"role": "user", "content": "w3"}]
     loaded = AutoTokenizer.from_pretrained(checkpoint)
@@ -473,7 +473,7 @@ def test_a_checkpoint_is_the_whole_model_folder_and_the_base_of_the_next_run(tmp
     second = TorchTrainEngine(ModelSection(), TrainSection(), steps=1, seed=2)
     assert second.load(checkpoint, None) == (0, 0)
     assert image_of(second) == image_of(first)
-    second.snapshot(epoch=1)(tmp_path / "again" / "step_0")
+    second.snapshot(term=1)(tmp_path / "again" / "step_0")
     assert second.load(base, tmp_path / "again" / "step_0") == (0, 1)
     assert [path.name for path in checkpoint.glob("*.safetensors")] == ["model.safetensors"]
     ModelRunner.load(checkpoint, ModelSection(), EngineSection(num_slots=1, max_len=8))
@@ -484,12 +484,12 @@ def test_checkpoints_stay_whole_model_folders_after_the_one_that_was_resumed_is_
     model = write_model(tmp_path / "model")
     first = TorchTrainEngine(ModelSection(), TrainSection(), steps=3, seed=1)
     first.load(model, None)
-    first.snapshot(epoch=1)(tmp_path / "checkpoints" / "step_0")
+    first.snapshot(term=1)(tmp_path / "checkpoints" / "step_0")
 
     resumed = TorchTrainEngine(ModelSection(), TrainSection(), steps=3, seed=1)
     resumed.load(model, tmp_path / "checkpoints" / "step_0")
     shutil.rmtree(tmp_path / "checkpoints" / "step_0")
-    resumed.snapshot(epoch=2)(tmp_path / "checkpoints" / "step_1")
+    resumed.snapshot(term=2)(tmp_path / "checkpoints" / "step_1")
 
     TorchTrainEngine(ModelSection(), TrainSection(), steps=3, seed=1).load(model, tmp_path / "checkpoints" / "step_1")
 

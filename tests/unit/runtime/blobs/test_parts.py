@@ -34,13 +34,13 @@ EVEN = section((0, 100), (300, 7)) + section((400, len(CONTENT) - 400))
 ODD = section((100, 200), (307, 93))
 
 
-async def put(blobs, version, parts, *, epoch=1):
+async def put(blobs, version, parts, *, term=1):
     """Parts and index, all on one host."""
     told = []
     for number, content in enumerate(parts):
-        info = await blobs.put(part_name("w", number), version, epoch, [content])
+        info = await blobs.put(part_name("w", number), version, term, [content])
         told.append(Part("node-1", info.name, info.digest, info.size_bytes))
-    await blobs.put("w", version, epoch, [Index(len(CONTENT), tuple(told)).encoded()])
+    await blobs.put("w", version, term, [Index(len(CONTENT), tuple(told)).encoded()])
 
 
 class Drafts(MemoryBlobStore):
@@ -48,9 +48,9 @@ class Drafts(MemoryBlobStore):
         super().__init__()
         self.made = []
 
-    async def draft(self, name, version, epoch, size_bytes):
+    async def draft(self, name, version, term, size_bytes):
         self.made.append(name)
-        return await super().draft(name, version, epoch, size_bytes)
+        return await super().draft(name, version, term, size_bytes)
 
 
 async def whole(blobs, version):
@@ -125,7 +125,7 @@ async def test_a_part_of_another_term_or_of_another_digest_is_none_of_the_versio
     with pytest.raises(BlobMissing):
         await join(blobs, "w", 1, 1)
 
-    await put(blobs, 1, [EVEN, ODD], epoch=2)
+    await put(blobs, 1, [EVEN, ODD], term=2)
     await blobs.put(part_name("w", 1), 1, 2, [ODD + section()])
     with pytest.raises(BlobMissing):
         await join(blobs, "w", 1, 2)

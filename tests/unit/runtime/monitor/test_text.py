@@ -26,14 +26,14 @@ def test_a_run_that_ended_is_told_from_its_rows_alone(rows, config):
 
 
 def test_the_network_has_a_line_of_its_own_where_there_is_one(make_record):
-    figures = {"fabric/circuits": 10.0, "fabric/epoch": 14.0, "fabric/hidden_s": 0.255, "fabric/exposed_s": 0.0}
+    figures = {"fabric/circuits": 10.0, "fabric/change": 14.0, "fabric/hidden_s": 0.255, "fabric/exposed_s": 0.0}
     phases = {"fabric/phase/rollout": 0.0, "fabric/phase/weight_sync": 1.0}
     record = make_record("fabric_controller-1", **{k.replace("/", "__"): v for k, v in (figures | phases).items()})
 
     text = once(snapshot("r", [record], [], {}), [])
     down = once(snapshot("r", [], [{"step": 1, **figures, "fabric/electrical": 1.0}], {}), [])
 
-    assert "fabric   weight_sync: circuits 10, epoch 14, hidden s 0.255, exposed s 0.000" in text.splitlines()
+    assert "fabric   weight_sync: circuits 10, change 14, hidden s 0.255, exposed s 0.000" in text.splitlines()
     assert "(electrical path only)" in " ".join(down.split())
     assert "fabric" not in once(snapshot("r", [], [], {}), [])
 
@@ -71,7 +71,7 @@ def test_pools_stand_beside_their_actors_and_in_a_line_of_their_own(make_record)
 def test_engines_are_told_by_degree_with_what_was_changed_and_forecast_against_fact(make_record):
     degrees = {1: (2.0, 0.0), 2: (1.0, 1.0), **dict.fromkeys(range(3, 9), (1.0, 0.0))}
     engines = [make_record(f"engine-{n}", engine__degree=degree, engine__asleep=asleep) for n, (degree, asleep) in degrees.items()]
-    counted = {"switches": 3.0, "moves": 12.0, "circuits": 2.0, "epoch": 50331653.0, "electrical": 1.0, "remaining_s": 9.44}
+    counted = {"switches": 3.0, "moves": 12.0, "circuits": 2.0, "agreed": 50331653.0, "electrical": 1.0, "remaining_s": 9.44}
     figures = {**counted, "forecast_s": 11.2, "took_s": 11.94}
     orchestrator = make_record("orchestrator-1", **{f"orchestrator__{name}": each for name, each in figures.items()})
     unsure = make_record("orchestrator-1", orchestrator__moves=1.0)
@@ -79,11 +79,11 @@ def test_engines_are_told_by_degree_with_what_was_changed_and_forecast_against_f
     shown = snapshot("r", [*engines, orchestrator], [], {})
 
     shapes = "degree 2: engine-1; degree 1: engine-3, engine-4, engine-5, engine-6 and 2 more; asleep: engine-2"
-    changes = "switches 3, moves 12, circuits lit 2, agreed epoch 50331653, electrical 1, left s 9.4"
+    changes = "switches 3, moves 12, circuits lit 2, agreed number 50331653, electrical 1, left s 9.4"
     told = f"{shapes}; {changes}, the last load 11.9 s of 11.2 s forecast"
     assert f"engines {told}" in " ".join(once(shown, []).split())
     assert f"engines {told}" in flow_page(shown).splitlines()
-    assert shown["actors"][-1]["metrics"]["orchestrator/epoch"] == 50331653
+    assert shown["actors"][-1]["metrics"]["orchestrator/agreed"] == 50331653
     assert "degree 1: engine-3; moves 1" in once(snapshot("r", [engines[2], unsure], [], {}), [])
     assert "asleep: engine-2" in once(snapshot("r", [engines[1]], [], {}), [])
     assert "engines " not in once(snapshot("r", engines[2:], [], {}), [])

@@ -26,11 +26,11 @@ def test_a_store_that_forgot_a_counter_altogether_gives_none_of_its_numbers_twic
         store = MemoryStore()
         await store.increment("first")
         await asyncio.sleep(0.5)
-        given = [await store.increment("n"), await store.increment("epoch")]
+        given = [await store.increment("n"), await store.increment("term")]
         store._keys.clear()
         store.counters._last = {"first": 0}
         store.counters.life = 1
-        return [*given, await store.increment("n"), await store.increment("epoch")]
+        return [*given, await store.increment("n"), await store.increment("term")]
 
     assert run_virtual(main) == [1, 1, 500, 500]
 
