@@ -37,7 +37,7 @@ def _players(config: Any) -> Iterator[str]:
         yield "rubato.actors.gateway.episodes:Episodes"
 
 
-ROLLOUT_MESSAGES: Mapping[str, tuple[str, str]] = {"Survey": ("orchestrator", "rubato.actors.survey.manager:RolloutOutlook")}
+ROLLOUT_MESSAGES: Mapping[str, tuple[str, str]] = {"Survey": ("orchestrator", "rubato.actors.survey.outlook:RolloutOutlook")}
 """The section of the actor that sends the message, and the hook that answers it."""
 
 ENV_WORKERS, GUARD = "rubato.actors.envs.pooled:EnvWorkers", "rubato.runtime.pool.guard:guard_children"
@@ -99,7 +99,7 @@ STEP_HOOKS_OF_PEERS: Mapping[str, str] = {"fabric_controller": "rubato.actors.tr
 
 
 def train_engine(train: Any) -> str:
-    """Import path of the TrainEngine's class; empty: the one of `train.kind` (actors/training/engine.py)."""
+    """Import path of the TrainEngine's class; empty: the one of `train.kind` (actors/training/train_engine.py)."""
     return "rubato.actors.adapters.training:LoraTrainEngine" if train.lora is not None else ""
 
 
@@ -222,8 +222,8 @@ def batch_policies(config: Any) -> Iterator[tuple[str, str]]:
 # -- proxies: see actors/proxy/picker.py -------------------------------------------------------------------------------
 
 MOVES, SURVEYS, TURNS = (
-    "rubato.actors.moves.proxy:Moves",
-    "rubato.actors.survey.proxy:Surveys",
+    "rubato.actors.moves.proxy_moves:Moves",
+    "rubato.actors.survey.surveys:Surveys",
     "rubato.actors.cluster.rollmux:RolloutPermit",
 )
 
@@ -234,7 +234,7 @@ PROXY_HOST_CHECKS: Mapping[str, str] = {"cluster.dir": "rubato.actors.cluster.po
 PROXY_MESSAGES: Mapping[str, str] = {"Move": MOVES, "Survey": SURVEYS}
 """By the message that the mechanism sends."""
 
-PROXY_PEERS: Mapping[str, str] = {"fabric_controller": "rubato.actors.traffic.proxy:RolloutPhases"}
+PROXY_PEERS: Mapping[str, str] = {"fabric_controller": "rubato.actors.traffic.phases:RolloutPhases"}
 """By the role of an actor that the mechanism has."""
 
 PICKERS: Mapping[str, str] = {"affinity": "rubato.actors.affinity.picker:AffinityPicker"}
@@ -269,7 +269,7 @@ def proxy_checks(job: "Job") -> list[str]:
 PINS, ORDERS, ENGINE_MOVES = (
     "rubato.actors.engines.weights:Pins",
     "rubato.actors.moves.orders:Orders",
-    "rubato.actors.moves.engine:EngineMoves",
+    "rubato.actors.moves.departures:EngineMoves",
 )
 
 NAMED_ADAPTERS, SERVER_WATCH = "rubato.actors.adapters.serving:NamedAdapters", "rubato.actors.engines.vllm_server:ServerWatch"

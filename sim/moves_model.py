@@ -48,7 +48,7 @@ async def keep_moving(timeline: Timeline, proxy: MovesRequests, every_s: float) 
 
 
 class ModelledCarry:
-    """Whether caches travel, by the rates that engines have observed so far, as in actors/moves/engine.py. Rates are in tokens a second."""
+    """Whether caches travel, by the rates that engines have observed so far, as in actors/moves/departures.py. Rates are in tokens a second."""
 
     def __init__(self) -> None:
         self._export: dict[str, float] = {}

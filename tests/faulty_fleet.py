@@ -10,7 +10,7 @@ from rubato.actors.engines.worker import EngineWorker
 from rubato.actors.messages.engines import Obeyed, Reconfigure, SleepEngine, WakeEngine
 from rubato.actors.messages.moves import MovePrepared, NotMoved, PrepareMove, TakeMove
 from rubato.actors.messages.orchestration import Surveyed
-from rubato.actors.moves.engine import EngineMoves
+from rubato.actors.moves.departures import EngineMoves
 from rubato.actors.moves.orders import Orders
 from rubato.actors.orchestrator.fleet import GpuGroup
 from rubato.actors.orchestrator.lengths import Underway

@@ -18,7 +18,7 @@ from rubato.actors.messages.samples import Put, Scores, Stored
 from rubato.actors.proxy.proxy import LLMProxy
 from rubato.actors.rewards.service import RewardService
 from rubato.actors.samples.buffer import SampleBuffer
-from rubato.actors.training.engine import StepResult
+from rubato.actors.training.train_engine import StepResult
 from rubato.actors.training.trainer import Trainer
 from rubato.bus.link import Identity
 from rubato.bus.memory import MemoryNetwork, MemoryTransport

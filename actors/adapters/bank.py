@@ -16,7 +16,7 @@ from rubato.actors.adapters.training import LoraTrainEngine, active
 from rubato.actors.checkpoints.model_folder import pick_device
 from rubato.actors.config import ModelSection, TrainSection
 from rubato.actors.messages.samples import Trajectory
-from rubato.actors.training.engine import StepResult, TrainError
+from rubato.actors.training.train_engine import StepResult, TrainError
 
 MOST = 64
 """Adapters of one bank; each has its layers in the model."""

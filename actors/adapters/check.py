@@ -11,7 +11,7 @@ from rubato.actors.checkpoints import checkpoint as checkpoints
 from rubato.actors.cluster.lease import Held
 from rubato.actors.messages.generation import Completion
 from rubato.actors.training.checks import Difference, LogprobCheck, compare_logprobs
-from rubato.actors.training.engine import TrainError
+from rubato.actors.training.train_engine import TrainError
 from rubato.runtime.errors import ConfigError
 
 CLEARLY = 4.0

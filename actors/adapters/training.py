@@ -17,9 +17,9 @@ from rubato.actors.adapters.stepwise import AdamStep, SumLoss, TargetSequence, T
 from rubato.actors.checkpoints.model_folder import ADAPTER_CONFIG
 from rubato.actors.config import LoraSection, ModelSection, TrainSection
 from rubato.actors.training import forward
-from rubato.actors.training.engine import TrainError
 from rubato.actors.training.losses import Figures
 from rubato.actors.training.torch_train import OPTIMIZER, MicroBatch, TorchTrainEngine
+from rubato.actors.training.train_engine import TrainError
 
 NAME = "policy"
 """What peft calls the adapter within the model."""

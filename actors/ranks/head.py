@@ -34,7 +34,7 @@ from rubato.actors.messages.weights import WeightsPublished
 from rubato.actors.ranks import far
 from rubato.actors.ranks.copies import FOLDER
 from rubato.actors.ranks.parts import HostShare, Sampler, SparseImage, shares_of
-from rubato.actors.training.engine import StepResult, TrainError
+from rubato.actors.training.train_engine import StepResult, TrainError
 from rubato.actors.weights.transport import Announce, BlobSender, WeightsSource, WeightsVersion, blob_of
 from rubato.bus.errors import AskFailed
 from rubato.bus.message import Buffer, Request

@@ -47,7 +47,7 @@ from rubato.actors.messages.samples import Trajectory
 from rubato.actors.ranks import meeting
 from rubato.actors.ranks.copies import CheckpointCopy, CopiedRows
 from rubato.actors.ranks.parts import HostPart
-from rubato.actors.training.engine import TrainEngine, TrainError
+from rubato.actors.training.train_engine import TrainEngine, TrainError
 from rubato.bus.message import Ack, Buffer
 from rubato.runtime.actor import Actor, handler
 from rubato.runtime.blobs import parts

@@ -19,9 +19,9 @@ from rubato.actors.config import ModelSection, TrainSection
 from rubato.actors.ranks.meeting import Meeting
 from rubato.actors.ranks.rows import RowsImage, TakenRows, cut_share, read_share
 from rubato.actors.training import experts, forward
-from rubato.actors.training.engine import TrainError
 from rubato.actors.training.losses import Figures, Policies
 from rubato.actors.training.torch_train import OPTIMIZER, PROGRESS, MicroBatch, TorchTrainEngine, micro_batch, sampled
+from rubato.actors.training.train_engine import TrainError
 from rubato.planning.shares import shares
 
 SUMS = (

@@ -13,7 +13,7 @@ import msgspec
 from rubato.actors.checkpoints import checkpoint as checkpoints
 from rubato.actors.config import ModelSection, TrainSection
 from rubato.actors.messages.samples import Trajectory
-from rubato.actors.training.engine import StepResult, TrainError
+from rubato.actors.training.train_engine import StepResult, TrainError
 
 STATE = "scripted.json"
 

@@ -17,8 +17,8 @@ from rubato.actors.config import LOSSES, CheckSection, ModelSection, TrainSectio
 from rubato.actors.messages.generation import Completion, Generate, Sampling, WeightsNeed, why_early
 from rubato.actors.messages.samples import SPREAD, Trajectory
 from rubato.actors.report.breakdown import SHOWN, left_out
-from rubato.actors.training.engine import TrainError
 from rubato.actors.training.hooks import StepHook, TrainedStep
+from rubato.actors.training.train_engine import TrainError
 from rubato.bus.errors import AskFailed
 from rubato.bus.message import pack_i32, unpack_f32, unpack_i32
 from rubato.runtime.courier import Ref

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from rubato.actors.training.engine import TrainError
 from rubato.actors.training.forward import Row
+from rubato.actors.training.train_engine import TrainError
 
 GATE_UP, DOWN = ".experts.gate_up_proj", ".experts.down_proj"
 """How the names of fused tensors end: [X, 2 * intermediate size, hidden size], gate first, and [X, hidden size, intermediate size]."""

@@ -23,7 +23,7 @@ from torch.nn.functional import linear
 
 from rubato.actors.plugins import MIXTURE, VARLEN
 from rubato.actors.plugins import load as load_plugin
-from rubato.actors.training.engine import TrainError
+from rubato.actors.training.train_engine import TrainError
 
 LOGITS_AT_ONCE = 2**26
 """Float32 logits that exist at once, 256 MiB: 441 tokens of a vocabulary of 152,000, enough to keep a matrix product busy."""

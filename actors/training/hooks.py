@@ -11,7 +11,7 @@ from pydantic import Field
 from rubato.actors.config import CheckSection, ClusterSection, EvalSection, LoggingSection, RolloutSection
 from rubato.actors.messages.samples import Trajectory
 from rubato.actors.plugins import STEP_HOOKS_OF_PEERS, step_hooks
-from rubato.actors.training.engine import TrainError
+from rubato.actors.training.train_engine import TrainError
 from rubato.runtime.config import ActorConfig
 from rubato.runtime.errors import ConfigError
 from rubato.runtime.importer import check_module, load_class

@@ -13,7 +13,7 @@ import torch
 
 from rubato.actors.config import LOSSES, TrainSection
 from rubato.actors.messages.samples import SPREAD, has_spread
-from rubato.actors.training.engine import TrainError
+from rubato.actors.training.train_engine import TrainError
 from rubato.runtime.errors import ConfigError
 from rubato.runtime.importer import load_configured, load_object
 

@@ -8,8 +8,8 @@ from rubato.actors.checkpoints import checkpoint as checkpoints
 from rubato.actors.checkpoints.devices import check_device, may_use_cuda
 from rubato.actors.checkpoints.model_check import check_model_folder, same_model
 from rubato.actors.checkpoints.model_folder import ADAPTER_CONFIG
-from rubato.actors.training.engine import TRAIN_ENGINES
 from rubato.actors.training.hooks import check_hooks
+from rubato.actors.training.train_engine import TRAIN_ENGINES
 from rubato.runtime.errors import ConfigError
 from rubato.runtime.importer import check_module
 

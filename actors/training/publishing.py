@@ -7,7 +7,7 @@ from contextlib import suppress
 from rubato.actors.messages.generation import GENERATION
 from rubato.actors.messages.samples import Advance, PolicyState
 from rubato.actors.messages.weights import WeightsPublished, WeightsTaken
-from rubato.actors.training.engine import TrainError
+from rubato.actors.training.train_engine import TrainError
 from rubato.actors.weights.transport import Announce, WeightsSender, WeightsSource, WeightsVersion
 from rubato.bus.errors import AskFailed
 from rubato.runtime.actor import Actor

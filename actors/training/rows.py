@@ -14,7 +14,7 @@ import msgspec
 
 from rubato.actors.messages.samples import Trajectory
 from rubato.actors.report.breakdown import breakdown
-from rubato.actors.training.engine import StepResult
+from rubato.actors.training.train_engine import StepResult
 from rubato.runtime.observe.figures import busy_seconds, cpu_seconds
 from rubato.runtime.observe.trace import append_whole
 from rubato.runtime.registry import ActorRecord

@@ -19,9 +19,9 @@ from rubato.actors.cluster.lease import finished
 from rubato.actors.config import ModelSection, TrainSection
 from rubato.actors.messages.samples import Trajectory, has_spread
 from rubato.actors.training import forward
-from rubato.actors.training.engine import StepResult, TrainError
 from rubato.actors.training.forward import Row, packs, row_of
 from rubato.actors.training.losses import Figures, Objective, Policies
+from rubato.actors.training.train_engine import StepResult, TrainError
 from rubato.bus.message import unpack_f32, unpack_i32, unpack_u8
 
 

@@ -18,10 +18,10 @@ from rubato.actors.cluster.lease import TRAINING, GivenUp, GivenUpMidway, Held, 
 from rubato.actors.config import ModelSection, StalenessSection, TrainSection
 from rubato.actors.messages.samples import Advance, Batch, Claim, Close, Commit, DrawTerm, PolicyState, StepRaised, Term, Trajectory
 from rubato.actors.messages.weights import WeightsTaken
-from rubato.actors.training.engine import TRAIN_ENGINES, StepResult, TrainEngine, TrainError
 from rubato.actors.training.hooks import Hooks, HookSections, StepHook, TrainedStep
 from rubato.actors.training.publishing import ASK_S, BUFFER, Publisher
 from rubato.actors.training.rows import Rows, cpu_used, off_policy, own_metrics
+from rubato.actors.training.train_engine import TRAIN_ENGINES, StepResult, TrainEngine, TrainError
 from rubato.runtime.actor import Actor, handler
 from rubato.runtime.config import RunSection, Section
 from rubato.runtime.errors import ActorFailed, has_no_room

@@ -5,8 +5,8 @@ from typing import Any, cast
 
 import torch
 
-from rubato.actors.training.engine import TrainError
 from rubato.actors.training.losses import TokenLoss, clipped, sequence_sums
+from rubato.actors.training.train_engine import TrainError
 
 
 def dual_clipped_loss(

@@ -11,7 +11,7 @@ from rubato.actors.proxy.proxy import LLMProxy
 from rubato.actors.rewards.service import RewardService
 from rubato.actors.training.trainer import CheckpointSection
 from rubato.sim.cluster import ClusterJobSpec, PoolSpec, sections_of
-from rubato.sim.live.engine import RooflineSection
+from rubato.sim.live.roofline_engine import RooflineSection
 from rubato.sim.simtest.actors import SimTrainer
 from rubato.sim.simtest.setup import Setup, configs
 
@@ -68,7 +68,7 @@ def live_configs(spec: ClusterJobSpec, setup: Setup, model: Path) -> dict[str, A
         reward_timeout_s=LONG_S, hold_s=2.0,
     )  # fmt: skip
     engine = RooflineSection(
-        kind="rubato.sim.live.engine:RooflineEngine", spec=spec.pools[0].engine, max_len=longest + sampled,
+        kind="rubato.sim.live.roofline_engine:RooflineEngine", spec=spec.pools[0].engine, max_len=longest + sampled,
         scripted=base["engine"].engine.scripted,
     )  # fmt: skip
     environment = {

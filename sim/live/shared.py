@@ -31,7 +31,7 @@ from rubato.actors.cluster.token import make_token, read_token
 from rubato.actors.messages.cluster import JobAccepted, JobNeeds, StopJobs, SubmitJob
 from rubato.actors.messages.samples import Batch, Trajectory
 from rubato.actors.scripted.engine import ScriptedEngine
-from rubato.actors.training.engine import StepResult
+from rubato.actors.training.train_engine import StepResult
 from rubato.actors.training.trainer import Trainer
 from rubato.planning.coexecution import CoexecutionGroup, JobProfile, NodePool, SharedCluster
 from rubato.planning.round_robin import WARM

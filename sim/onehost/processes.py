@@ -18,7 +18,7 @@ from rubato.sim.job import Environments, Job
 from rubato.sim.manager_model import ModelledManager, TurnRequest
 from rubato.sim.onehost.calibrated import Calibration
 from rubato.sim.onehost.cores import Cores, HostProcess
-from rubato.sim.onehost.engine import HostedEngine
+from rubato.sim.onehost.hosted_engine import HostedEngine
 from rubato.sim.proxy_model import ModelledProxy
 from rubato.sim.timeline import Timeline
 from rubato.sim.workload import Episode, Turn, chance_of

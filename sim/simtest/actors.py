@@ -14,10 +14,10 @@ from rubato.actors.gateway.server import SessionServer
 from rubato.actors.gateway.session import Session
 from rubato.actors.messages.moves import MovePrepared, NotMoved, PrepareMove, TakeMove
 from rubato.actors.messages.samples import Batch, Claim, Commit, DrawTerm, NotReady, Put, Stored, Term
-from rubato.actors.moves.engine import Departures, EngineMoves, Leaving
+from rubato.actors.moves.departures import Departures, EngineMoves, Leaving
 from rubato.actors.rewards.service import RewardService
 from rubato.actors.samples.buffer import SampleBuffer
-from rubato.actors.training.engine import TrainEngine
+from rubato.actors.training.train_engine import TrainEngine
 from rubato.actors.training.trainer import Trainer
 from rubato.bus.message import Ack
 from rubato.runtime.actor import handler

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from rubato.actors.gateway.forest import Forest
 from rubato.actors.gateway.session import Session
-from rubato.actors.moves.engine import Departures
+from rubato.actors.moves.departures import Departures
 from rubato.actors.samples.buffer import SampleBuffer
 from rubato.actors.samples.groups import Groups
 from rubato.actors.samples.journal import Journal

@@ -14,7 +14,7 @@ from rubato.actors.checkpoints import checkpoint as checkpoints
 from rubato.actors.config import RolloutSection
 from rubato.actors.envs.chat import ChatRenderer
 from rubato.actors.messages.samples import NotScored, Score, Scores, Trajectory
-from rubato.actors.training.engine import StepResult
+from rubato.actors.training.train_engine import StepResult
 
 WORDS = ("<unk>", "<eos>", "a", "b", "c", "d", "e", "f")
 TURNS = 2

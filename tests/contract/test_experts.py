@@ -9,8 +9,8 @@ from rubato.actors.config import ModelSection, TrainSection
 from rubato.actors.engines.engine import Work
 from rubato.actors.messages.generation import Sampling, VersionSpan
 from rubato.actors.messages.samples import Segment, Ticket, Trajectory
-from rubato.actors.training.engine import image_of
 from rubato.actors.training.torch_train import TorchTrainEngine
+from rubato.actors.training.train_engine import image_of
 from rubato.bus.message import unpack_f32, unpack_i32
 from tests import ranks
 from tests.contract.engines import OF_VLLM, collect, prompt_of, running

@@ -30,7 +30,7 @@ from rubato.actors import plugins
 from rubato.actors.engines.worker import EngineWorker
 from rubato.actors.messages.generation import Inspect
 from rubato.actors.messages.moves import Move, Moved, MovePrepared, NotMoved, PrepareMove, TakeMove
-from rubato.actors.moves.engine import EngineMoves
+from rubato.actors.moves.departures import EngineMoves
 from rubato.actors.proxy.proxy import LLMProxy
 from rubato.bus.errors import AskFailed
 from rubato.bus.message import Ack

@@ -10,8 +10,8 @@ from rubato.actors.engines.engine import CACHE, EXPORT, EngineError, Work, capab
 from rubato.actors.messages.generation import Sampling
 from rubato.bus.message import unpack_i32
 from rubato.sim.cluster import engines_of
-from rubato.sim.live.engine import STOP, RooflineEngine, RooflineSection
 from rubato.sim.live.environment import ModelledEnv, asked
+from rubato.sim.live.roofline_engine import STOP, RooflineEngine, RooflineSection
 from rubato.sim.manager_model import TurnRequest
 from rubato.sim.moves_model import next_move
 from rubato.sim.proxy_model import ModelledProxy
@@ -98,7 +98,7 @@ def started(folder, run) -> None:
     digits = [2 + 40 // 6**place % 6 for place in reversed(range(8))]
     work = Work("r", "s", (2, 2, *digits, STOP), Sampling(max_new_tokens=64, stop_token_ids=(STOP,)))
     spec = pools(1)[0].engine
-    section = RooflineSection(kind="rubato.sim.live.engine:RooflineEngine", spec=spec, max_len=1024)
+    section = RooflineSection(kind="rubato.sim.live.roofline_engine:RooflineEngine", spec=spec, max_len=1024)
 
     async def main() -> None:
         modelled = RooflineEngine(folder, None, section)

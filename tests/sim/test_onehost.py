@@ -11,7 +11,7 @@ from rubato.actors.engines.section import EngineSection
 from rubato.runtime.cli import main
 from rubato.sim.onehost.calibrated import EngineCosts
 from rubato.sim.onehost.cores import Cores, HostProcess
-from rubato.sim.onehost.engine import HostedEngine
+from rubato.sim.onehost.hosted_engine import HostedEngine
 from rubato.sim.onehost.observed import idle_shares
 from rubato.sim.onehost.processes import host_job
 from rubato.sim.onehost.scenario import OneHost, spec_of

@@ -13,7 +13,7 @@ from rubato.actors.engines.section import EngineSection, ScriptedSection
 from rubato.actors.engines.worker import EngineWorker
 from rubato.actors.messages.engines import WakeEngine
 from rubato.actors.scripted.train_engine import ScriptedTrainEngine
-from rubato.actors.training.engine import StepResult
+from rubato.actors.training.train_engine import StepResult
 from rubato.actors.training.trainer import Trainer
 from rubato.bus.errors import Failed
 from rubato.bus.message import unpack_i32

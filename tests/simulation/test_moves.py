@@ -14,7 +14,7 @@ from rubato.actors.engines.section import EngineSection, ScriptedSection
 from rubato.actors.engines.worker import EngineWorker
 from rubato.actors.messages.generation import Abort, Aborted, Completion, Generate, Sampling
 from rubato.actors.messages.moves import Move, Moved, MovePrepared, NotMoved, PrepareMove, TakeMove
-from rubato.actors.moves.engine import EngineMoves
+from rubato.actors.moves.departures import EngineMoves
 from rubato.actors.proxy.proxy import LLMProxy
 from rubato.actors.scripted.engine import ScriptedEngine
 from rubato.bus.codec import MAX_BODY_BYTES
@@ -332,7 +332,7 @@ async def test_the_cache_of_one_whose_asker_goes_away_while_it_is_taken_out_is_n
 async def test_one_that_its_engine_takes_out_too_late_goes_on_where_it_is(tmp_path, monkeypatch):
     """As where a step lasts longer than the proxy waits."""
     monkeypatch.setitem(ENGINES, "scripted", f"{__name__}:SlowlyExporting")
-    monkeypatch.setattr("rubato.actors.moves.proxy.PREPARE_S", 0.1)
+    monkeypatch.setattr("rubato.actors.moves.proxy_moves.PREPARE_S", 0.1)
     async with bench(tmp_path) as cluster:
         expected = await unmoved(cluster)
         asked = cluster.ask(REQUEST)

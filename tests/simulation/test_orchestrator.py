@@ -17,7 +17,7 @@ from rubato.actors.messages.generation import Generate, Route, Sampling
 from rubato.actors.messages.moves import Move, MovePrepared, NotMoved, PrepareMove
 from rubato.actors.messages.orchestration import OutOfDate, RequestEnded, Survey, Surveyed, TrajectorySeen
 from rubato.actors.messages.phases import PhaseIntent
-from rubato.actors.moves.engine import EngineMoves
+from rubato.actors.moves.departures import EngineMoves
 from rubato.actors.moves.orders import Orders
 from rubato.actors.orchestrator.orchestrator import Orchestrator
 from rubato.actors.orchestrator.section import OrchestratorSection

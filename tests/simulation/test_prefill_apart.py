@@ -10,7 +10,7 @@ from rubato.actors.engines.section import EngineSection, ScriptedSection
 from rubato.actors.engines.worker import EngineWorker
 from rubato.actors.messages.generation import Abort, Aborted, Generate, Sampling, VersionSpan
 from rubato.actors.messages.moves import CachePart, FetchCache, NotMoved, PrepareMove
-from rubato.actors.moves.engine import EngineMoves
+from rubato.actors.moves.departures import EngineMoves
 from rubato.actors.proxy.proxy import LLMProxy
 from rubato.runtime.actor import handler
 from tests.simulation.test_proxy_on_the_bus import Asker, _ids, cluster

@@ -35,8 +35,8 @@ from rubato.actors.messages.generation import Sampling  # noqa: E402
 from rubato.actors.messages.samples import Ticket, Trajectory  # noqa: E402
 from rubato.actors.rewards.functions import malformed_penalty  # noqa: E402
 from rubato.actors.training.base_model import make  # noqa: E402
-from rubato.actors.training.engine import image_of  # noqa: E402
 from rubato.actors.training.torch_train import TorchTrainEngine  # noqa: E402
+from rubato.actors.training.train_engine import image_of  # noqa: E402
 from rubato.bus.message import unpack_i32  # noqa: E402
 from rubato.runtime.config import RunSection  # noqa: E402
 from tools.bench.short import NO_RESULT  # noqa: E402

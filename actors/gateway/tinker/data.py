@@ -10,7 +10,7 @@ from rubato.actors.adapters.stepwise import TargetSequence
 from rubato.actors.gateway.tinker.losses import LOSSES, RATIO_MASK, Loss
 from rubato.actors.messages import tinker
 from rubato.actors.messages.tinker import Datum, ForwardBackward
-from rubato.actors.training.engine import TrainError
+from rubato.actors.training.train_engine import TrainError
 
 TARGETS, WEIGHTS = "target_tokens", "weights"
 

@@ -18,8 +18,8 @@ from rubato.actors.config import LoraSection, ModelSection, TrainSection
 from rubato.actors.gateway.tinker.data import require_loss, sequences_of, tokens_of
 from rubato.actors.gateway.tinker.losses import loss_of
 from rubato.actors.messages.tinker import Begin, Computed, ForwardBackward, OptimStep, Scored
-from rubato.actors.training.engine import TrainError
 from rubato.actors.training.forward import WeightsImage
+from rubato.actors.training.train_engine import TrainError
 from rubato.actors.weights.transport import WeightsSource
 
 ALPHA = 32.0

@@ -38,7 +38,7 @@ from rubato.actors.messages.tinker import (
     WithdrawSampler,
     changes,
 )
-from rubato.actors.training.engine import TrainError
+from rubato.actors.training.train_engine import TrainError
 from rubato.actors.training.trainer import CheckpointSection
 from rubato.actors.weights.transport import BlobSender, blob_of
 from rubato.bus.message import Ack

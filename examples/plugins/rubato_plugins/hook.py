@@ -5,8 +5,8 @@ rubato launch CONFIG train.hooks=[rubato_plugins.hook:GradientGuard]
 
 from collections.abc import Mapping
 
-from rubato.actors.training.engine import TrainError
 from rubato.actors.training.hooks import StepHook, TrainedStep
+from rubato.actors.training.train_engine import TrainError
 
 MOST = 1e4
 """Norm of the gradients from which on the run ends."""

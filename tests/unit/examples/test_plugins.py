@@ -7,8 +7,8 @@ import pytest
 from rubato.actors.messages.generation import Generate, Sampling
 from rubato.actors.proxy.picker import PickerHost
 from rubato.actors.samples.policy import Ending, PlainPolicy, PolicyPlugin
-from rubato.actors.training.engine import TrainError
 from rubato.actors.training.hooks import TrainedStep
+from rubato.actors.training.train_engine import TrainError
 from rubato.planning.engine_info import EngineInfo, WeightsId, WeightsNeed
 from rubato.planning.routing import EngineView
 from rubato.runtime.observe.figures import Metrics

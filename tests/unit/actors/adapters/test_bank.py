@@ -5,7 +5,7 @@ import pytest
 from rubato.actors.adapters.bank import AdapterBank
 from rubato.actors.adapters.training import LoraTrainEngine, tensors_in
 from rubato.actors.config import ModelSection
-from rubato.actors.training.engine import TrainError, image_of
+from rubato.actors.training.train_engine import TrainError, image_of
 from tests.unit.actors.adapters.conftest import BAD, GOOD, SECTIONS, bank_over, group_of, taught
 
 AMPLE, NONE = 1 << 40, 0

@@ -9,8 +9,8 @@ from rubato.actors.adapters import shapes
 from rubato.actors.adapters.training import LoraTrainEngine
 from rubato.actors.checkpoints.model_folder import read_header
 from rubato.actors.config import LoraSection, ModelSection, TrainSection
-from rubato.actors.training.engine import TrainError, image_of
 from rubato.actors.training.torch_train import TorchTrainEngine
+from rubato.actors.training.train_engine import TrainError, image_of
 from tests.models import logprobs as reference_logprobs
 from tests.models import write_model
 

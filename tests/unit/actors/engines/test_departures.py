@@ -10,7 +10,7 @@ from rubato.actors.engines.engine import CACHE, EXPORT, Cache, Work
 from rubato.actors.messages.generation import Sampling, Tokens
 from rubato.actors.messages.moves import MovePrepared, PrepareMove
 from rubato.actors.moves.caches import Caches
-from rubato.actors.moves.engine import Departures, Leaving
+from rubato.actors.moves.departures import Departures, Leaving
 from rubato.bus.message import pack_i32
 from rubato.planning.moves import FEW, TRANSFERS
 

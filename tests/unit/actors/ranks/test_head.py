@@ -10,7 +10,7 @@ from rubato.actors.config import TrainSection
 from rubato.actors.messages.weights import WeightsDigest, WeightsTaken
 from rubato.actors.ranks.head import RankedEngine, RankedSender
 from rubato.actors.ranks.rank import TrainRank
-from rubato.actors.training.engine import image_of
+from rubato.actors.training.train_engine import image_of
 from rubato.actors.weights.transport import WeightsVersion
 from tests.simulation.test_weights_across_hosts import NODES, Engine, Job, Node, Trainer
 

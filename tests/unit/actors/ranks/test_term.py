@@ -12,7 +12,7 @@ from rubato.actors.ranks import head
 from rubato.actors.ranks.head import RankedEngine, RankRaised, RanksLost
 from rubato.actors.ranks.rank import RANK_ENGINES, TrainRank
 from rubato.actors.scripted.rank import ScriptedRank
-from rubato.actors.training.engine import TrainError, image_of
+from rubato.actors.training.train_engine import TrainError, image_of
 from rubato.runtime.errors import ExitCode, NotRunning
 from rubato.runtime.registry import bury
 from tests.simulation.test_weights_across_hosts import Job, Node, Trainer

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from rubato.actors.config import LOSSES
-from rubato.actors.training.engine import TrainError, image_of
+from rubato.actors.training.train_engine import TrainError, image_of
 from rubato.runtime.blobs import parts
 from tests import ranks
 from tools.bench.forked import forked

@@ -6,7 +6,7 @@ from rubato.actors.checkpoints import checkpoint as checkpoints
 from rubato.actors.checkpoints.hf_files import read_header
 from rubato.actors.config import ModelSection, ScriptedTrainSection, TrainSection
 from rubato.actors.scripted.train_engine import STATE, ScriptedTrainEngine
-from rubato.actors.training.engine import TrainError, image_of
+from rubato.actors.training.train_engine import TrainError, image_of
 
 SECTION = TrainSection(kind="scripted", scripted=ScriptedTrainSection(step_s=0.0, weights_mib=0.25))
 

@@ -12,7 +12,7 @@ from rubato.actors.config import CheckSection, ModelSection, RolloutSection, Tra
 from rubato.actors.messages.generation import Aborted, Completion, Tokens, VersionSpan
 from rubato.actors.training import trainer as training
 from rubato.actors.training.checks import FULL_ROWS, PROMPT_TOKENS, LogprobCheck
-from rubato.actors.training.engine import TrainError
+from rubato.actors.training.train_engine import TrainError
 from rubato.bus.errors import NotSent
 from rubato.bus.message import pack_f32, pack_i32, unpack_i32
 from rubato.runtime.actor import Actor

@@ -7,9 +7,9 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 
 from rubato.actors.config import ModelSection, TrainSection
 from rubato.actors.training import experts
-from rubato.actors.training.engine import TrainError, image_of
 from rubato.actors.training.forward import computed, mixture_of, read_model, row_of
 from rubato.actors.training.torch_train import TorchTrainEngine
+from rubato.actors.training.train_engine import TrainError, image_of
 from tests import ranks
 
 CPU = torch.device("cpu")

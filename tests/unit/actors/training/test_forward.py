@@ -8,8 +8,8 @@ from torch.nn import Linear
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rubato.actors.training import forward
-from rubato.actors.training.engine import TrainError
 from rubato.actors.training.forward import masters_of, read_model, take_masters, token_logprobs
+from rubato.actors.training.train_engine import TrainError
 
 N, D, V = 13, 16, 41
 TEMPERATURES = torch.linspace(0.5, 2.0, N)

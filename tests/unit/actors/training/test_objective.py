@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from rubato.actors.config import LOSSES, ModelSection, TrainSection
-from rubato.actors.training.engine import TrainError
 from rubato.actors.training.losses import Figures, Objective, Policies, group_advantages
 from rubato.actors.training.torch_train import TorchTrainEngine
+from rubato.actors.training.train_engine import TrainError
 from rubato.runtime.importer import load_object
 
 GROUPS, SIZE = 4, 3

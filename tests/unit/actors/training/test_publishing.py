@@ -12,9 +12,9 @@ import pytest
 from rubato.actors.checkpoints.model_folder import read_header, sampled_slices, slice_digest
 from rubato.actors.messages.weights import WeightsDigest, WeightsPublished, WeightsTaken
 from rubato.actors.report.advice import advice_metrics
-from rubato.actors.training.engine import StepResult, TrainError
 from rubato.actors.training.publishing import Publisher
 from rubato.actors.training.rows import Rows, batch_metrics, cpu_used, off_policy, others_metrics
+from rubato.actors.training.train_engine import StepResult, TrainError
 from rubato.actors.weights.transport import BlobSender, WeightsSample, as_computed
 from rubato.runtime.actor import Actor
 from rubato.runtime.registry import ActorRecord

@@ -12,9 +12,9 @@ from rubato.actors.cluster.lease import advance
 from rubato.actors.config import ModelSection, TrainSection
 from rubato.actors.messages.samples import MOST_REWARD
 from rubato.actors.training import forward
-from rubato.actors.training.engine import TrainError, image_of
 from rubato.actors.training.forward import WeightsImage
 from rubato.actors.training.torch_train import TorchTrainEngine, micro_batch, pack, sequences_of
+from rubato.actors.training.train_engine import TrainError, image_of
 from tests.jobs import write_model
 
 PROMPT, GOOD, BAD = [4, 5, 6], 7, 8

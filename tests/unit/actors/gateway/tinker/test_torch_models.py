@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from rubato.actors.config import ModelSection, TrainSection
 from rubato.actors.gateway.tinker.torch_models import TorchModels
 from rubato.actors.messages.tinker import Begin, Datum, ForwardBackward, OptimStep, Tensor
-from rubato.actors.training.engine import TrainError, image_of
+from rubato.actors.training.train_engine import TrainError, image_of
 from tests.models import write_model
 from tests.unit.actors.gateway.tinker.conftest import BEGIN, ROWS, datum, floats, ints, lively, sampled, taught
 

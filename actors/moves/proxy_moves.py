@@ -1,7 +1,7 @@
 """Moves a request from one engine to another while its asker waits.
 
 The source parks it and the target is asked to go on with it, so that for a while two asks stand for one request. The one that the source
-keeps or gives away by is its own (actors/moves/engine.py); here only the answers are put together: whichever engine ends the request has
+keeps or gives away by is its own (actors/moves/departures.py); here only the answers are put together: whichever engine ends the request has
 the answer, and whichever drops out leaves the request to the other.
 """
 
