@@ -164,7 +164,7 @@ METRICS: Section = {
         M("orchestrator/switches", "switches", "merges and splits of engines so far", LIVE),
         M("orchestrator/moves", "requests", "that were moved to another engine so far, by switches too", LIVE),
         M("orchestrator/circuits", "switches", "and rebalancings whose caches travelled by circuits, so far", LIVE),
-        M("orchestrator/agreed", "numbers", "number of the last one agreed with the fabric: that of the last switch or rebalancing whose circuits were lit, `number` of `switch_agreed` in its log", LIVE),
+        M("orchestrator/agreed", "numbers", "number of the last ask that the fabric agreed to: that of the last switch or rebalancing whose circuits were lit, `number` of `switch_agreed` in its log", LIVE),
         M("orchestrator/electrical", "switches", "and rebalancings that asked for circuits and went without, so far", LIVE),
         M("orchestrator/remaining_s", "s", "until the last rollout is through, its turns to come and its environments included, as forecast at the newest look, moves left out; of the hardware, without `engine.pace.scale`", LIVE),
         M("orchestrator/forecast_s", "s", "what was forecast of the last load when most of it ran: until its last rollout is through", LIVE),

@@ -339,8 +339,8 @@ class SampleLedger:
 def line_of(end: SampleEnd, run_seed: int = 0) -> dict[str, Any]:
     """One object of samples.jsonl: null is what a sample that was never trained, or of which no trajectory came, does not have.
 
-    `epoch` is the term of the trainer, as it was called at first. Age counts from the first token's version to the one that the step started from. `seed` is that of the environment. `purpose` is always
-    `train`: held-out rollouts have no fate.
+    `epoch` is the term of the trainer, as it was called at first. Age counts from the first token's version to the one that the step started
+    from. `seed` is that of the environment. `purpose` is always `train`: held-out rollouts have no fate.
     """
     row = msgspec.structs.asdict(end) | msgspec.structs.asdict(end.outcome)
     del row["outcome"], row["info"], row["text"]

@@ -23,7 +23,8 @@ CHUNK = 64 * 1024
 
 class _State(msgspec.Struct):
     step: int
-    term: int
+    term: int = msgspec.field(name="epoch")
+    """By the name under which it is stored."""
 
 
 class ScriptedTrainEngine:

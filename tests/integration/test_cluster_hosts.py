@@ -163,7 +163,6 @@ def rolls_out(lab):
     return until(lambda: (now := lab.holder("rollout-0")) != before and now, "the next rollout")
 
 
-@pytest.mark.nightly
 def test_a_host_that_is_cut_off_computes_nothing_into_its_successor_s_phase(lab):
     lab.start()
     for name in "ab":

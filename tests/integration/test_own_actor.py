@@ -89,7 +89,6 @@ def test_the_example_trains_and_its_own_test_passes(mine, model):
     assert left_behind(mine / "run") == []
 
 
-@pytest.mark.nightly
 def test_an_edit_of_the_users_files_changes_nothing_in_a_running_job(running):
     run = running / "run"
     for name in ("messages.py", "grader.py"):

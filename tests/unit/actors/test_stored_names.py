@@ -8,6 +8,7 @@ from rubato.actors.checkpoints.mirror import CLAIMED, Claim
 from rubato.actors.fabric.reconciler import CircuitRecord
 from rubato.actors.samples import buffer
 from rubato.actors.samples.group import Training
+from rubato.actors.scripted import train_engine
 
 
 @pytest.mark.parametrize(
@@ -15,6 +16,7 @@ from rubato.actors.samples.group import Training
     [
         (Training(term=3, raised_term=2), {"epoch": 3, "raised_epoch": 2}),
         (Manifest(step=4, term=3, files={}), {"step": 4, "epoch": 3, "files": {}}),
+        (train_engine._State(step=4, term=3), {"step": 4, "epoch": 3}),
         (CircuitRecord(change=7), {"epoch": 7, "stage": "committed"}),
     ],
 )

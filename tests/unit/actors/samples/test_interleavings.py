@@ -91,7 +91,7 @@ def test_a_failed_member_has_a_fate_after_a_crash(make_stage, slow, late):
 
 @pytest.mark.parametrize("name", ["increment", "write"])
 @pytest.mark.parametrize("late", ["before", "after"])
-def test_a_slow_draw_of_an_term_does_not_unbind_what_a_newer_trainer_claimed(make_stage, slow, name, late):
+def test_a_slow_draw_of_a_term_does_not_unbind_what_a_newer_trainer_claimed(make_stage, slow, name, late):
     """Both asks were in the mailbox of a buffer that was stopped; the older one is slow at the Store."""
     stage = make_stage(alpha=0, batch_groups=1)
     chosen = []

@@ -597,7 +597,7 @@ def test_a_step_may_be_claimed_behind_a_bound_one_and_behind_a_trained_one(stage
     stage.run(scene)
 
 
-def test_an_term_is_never_drawn_twice_although_the_store_forgot_it(stage, remember):
+def test_a_term_is_never_drawn_twice_although_the_store_forgot_it(stage, remember):
     async def scene():
         forget = None
         drawn = [await begin(stage)]
