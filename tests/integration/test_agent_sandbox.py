@@ -225,7 +225,7 @@ def job_place(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("agent", ["mine.py:answers", "mine.py:plain", "COMMAND"])
+@pytest.mark.parametrize("agent", [pytest.param("mine.py:answers", marks=pytest.mark.nightly), "mine.py:plain", "COMMAND"])
 def test_a_job_trains_an_agent_of_each_kind_in_sandboxes(job_place, agent):
     agent = f"{sys.executable} {job_place}/agents/agent.py" if agent == "COMMAND" else agent
 

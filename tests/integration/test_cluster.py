@@ -31,6 +31,7 @@ def lab(tmp_path):
     assert left_behind(tmp_path) == []
 
 
+@pytest.mark.nightly
 def test_two_jobs_finish_though_scheduler_and_launcher_are_killed_between(lab):
     said = lab.start()
     assert "submit with: rubato submit JOB.yaml --cluster" in said

@@ -104,6 +104,7 @@ def hosts_of(run: Path) -> dict[str, list[str]]:
     return {host["node"]: host["actors"] for host in json.loads(told.out)["hosts"] if host["node"]}
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(400)  # three hosts start some ten processes, on two cores
 def test_a_head_without_an_engine_waits_for_one_and_hosts_come_and_go(place):
     run, second, third = place / "head", place / "engines", place / "managers"

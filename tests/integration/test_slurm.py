@@ -98,6 +98,7 @@ def test_a_node_is_killed_and_the_run_goes_on_with_another_host(cluster, tmp_pat
     job.over()
 
 
+@pytest.mark.nightly
 def test_a_job_whose_first_node_is_lost_is_queued_again_and_goes_on_without_a_gap_and_cancelled_it_leaves_nothing(cluster, tmp_path):
     job = SlurmJob(cluster, tmp_path, *LONG, FAR)
     job.until(job.placed, "the host is placed")
