@@ -37,7 +37,7 @@ FATES_KEPT = 1024
 
 
 class OutgoingMove:
-    """One request of one number, between export and its fate."""
+    """One move of a request, between export and its fate."""
 
     def __init__(self, number: int) -> None:
         loop = asyncio.get_running_loop()

@@ -57,7 +57,7 @@ class SwitchCircuits:
             self._actor.log.info("caches_not_awaited", error=str(error))
 
     async def _agree(self, switches: Sequence[str], traffic: tuple[Demand, ...]) -> int:
-        """The number of circuits that are lit; 0 where there are none."""
+        """The number of the ask, once its circuits are lit; 0 where there are none."""
         self._num += 1
         switch = "; ".join(switches)
         number = (self._actor.incarnation << 24) + self._num
