@@ -94,8 +94,10 @@ CALL_LIMITS: Mapping[str, str] = {"deadline_factor": "rubato.actors.rewards.dead
 """Key of the section `reward` → path; see actors/rewards/backend.py."""
 
 
-STEP_HOOKS_OF_PEERS: Mapping[str, str] = {"fabric_controller": "rubato.actors.training.intents:FabricIntents"}
+STEP_HOOKS_OF_PEERS: Mapping[str, str] = {"fabric_controller": "rubato.actors.traffic.intents:FabricIntents"}
 """Role → the StepHook that the trainer has once an actor of that role is there."""
+SIZES_APART = "rubato.actors.traffic.sizes:SizesApart"
+"""Path of what that hook needs where weights lie on several hosts, or what changed travels alone."""
 
 
 def train_engine(train: Any) -> str:
@@ -273,12 +275,13 @@ PINS, ORDERS, ENGINE_MOVES = (
 )
 
 NAMED_ADAPTERS, SERVER_WATCH = "rubato.actors.adapters.serving:NamedAdapters", "rubato.actors.engines.vllm_server:ServerWatch"
-CLUSTER_ORDERS = "rubato.actors.cluster.rollmux:PermittedOrders"
+CLUSTER_ORDERS, METER = "rubato.actors.cluster.rollmux:PermittedOrders", "rubato.actors.affinity.meter:StepMeter"
 ENGINE_HOOKS: Mapping[str, str] = {"cluster.dir": CLUSTER_ORDERS, "train.lora": NAMED_ADAPTERS, "engine.url": SERVER_WATCH}
 
 ENGINE_MESSAGES: Mapping[str, str] = {
     "HoldWeights": PINS,
     "WithdrawWeights": NAMED_ADAPTERS,
+    "Measure": METER,
     **dict.fromkeys(("SleepEngine", "WakeEngine", "Reconfigure"), ORDERS),
     **dict.fromkeys(("PrepareMove", "AbortMove", "TakeMove", "AwaitCaches", "FetchCache"), ENGINE_MOVES),
 }
@@ -288,7 +291,8 @@ ENGINE_MESSAGES: Mapping[str, str] = {
 def engine_hooks_of(job: "Job") -> list[str]:
     """All that an engine of the job may come to have."""
     adapters = [NAMED_ADAPTERS] if job.section("train").lora else []
-    return [PINS, *adapters, *([ORDERS, ENGINE_MOVES] if _moves(job) else [])]
+    meter = [METER] if job.has("affinity") and job.section("affinity") else []
+    return [PINS, *adapters, *meter, *([ORDERS, ENGINE_MOVES] if _moves(job) else [])]
 
 
 def engine_hook_of(route: "Route") -> str | None:

@@ -12,8 +12,8 @@ from rubato.bus.message import Request
 from rubato.runtime.actor import Actor
 from rubato.runtime.config import ActorConfig, Config
 from rubato.runtime.errors import LaunchError, first_cause
+from rubato.runtime.launch.agent_messages import NotAdded
 from rubato.runtime.launch.connection import RunAccess, connect
-from rubato.runtime.messages import NotAdded
 from rubato.runtime.monitor.source import silent_store
 from rubato.runtime.registry import NODE, list_actors
 from rubato.runtime.store.store import StoreUnavailable

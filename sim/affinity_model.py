@@ -24,8 +24,10 @@ class ModelledAffinity:
         self._most_running = self.running = 0
         """Requests that are not answered yet, at most since the last plan, and now."""
         self.plans: list[AffinityPlan] = []
-        for engine in (engine for each in engines.values() for engine in each if self._learns):
-            engine.usage.steps = StepSums()
+        self._sums = {name: StepSums() for name in engines}
+        for name, each in engines.items() if self._learns else ():
+            for engine in each:
+                engine.usage.seen = self._sums[name].add
 
     def route(self, request: TurnRequest, task: str, views: Mapping[str, EngineView], sticky: str | None) -> Choice | Wait:
         """The engine for a request of `task`, if one has room that it may use."""
@@ -61,7 +63,7 @@ class ModelledAffinity:
         """A weight version was published."""
         if not self._learns:
             return
-        seen = [_seen(name, each) for name, each in self._engines.items()]
+        seen = [_seen(name, each, self._sums[name]) for name, each in self._engines.items()]
         in_flight, self._most_running = self._most_running, self.running
         found = planned(self._profiles.take(), seen, in_flight, self._binding.shares)
         if found is not None:
@@ -70,10 +72,7 @@ class ModelledAffinity:
                 self._binding.share_out(found.shares)
 
 
-def _seen(name: str, engines: Sequence[ModelledEngine]) -> HardwareClass | None:
-    sums = StepSums()
-    for each in engines:
-        sums.include(each.usage.steps.values if each.usage.steps is not None else ())
+def _seen(name: str, engines: Sequence[ModelledEngine], sums: StepSums) -> HardwareClass | None:
     return measured(name, len(engines), sum(each.num_slots for each in engines) / len(engines), sums)
 
 

@@ -9,8 +9,8 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from rubato.actors.engines.engine import StepSeen
 from rubato.planning.roofline import Roofline
-from rubato.planning.step_sums import StepSums
 from rubato.runtime.errors import ConfigError
 from rubato.sim.timeline import Cancelled, SimEvent, Timeline
 
@@ -46,8 +46,8 @@ class Usage:
     tokens: int = 0
     prefilled: int = 0
     preempted: int = 0
-    steps: StepSums | None = None
-    """Sums of the steps' costs, where they are wanted."""
+    seen: StepSeen | None = None
+    """Called after steps, where that is wanted."""
 
     @property
     def busy_s(self) -> float:
@@ -210,8 +210,8 @@ class ModelledEngine:
             self._waiting.popleft()
             self.forget(job.session)
             prefill_s = self.model.prefill_s(job.context - kept, kept)
-            if self.usage.steps is not None:
-                self.usage.steps.add(job.context - kept, 0, 0, prefill_s)
+            if self.usage.seen is not None:
+                self.usage.seen(job.context - kept, 0, 0, prefill_s)
             seconds += prefill_s
             self.usage.prefilled += job.context - kept
             self._begin(job)
@@ -252,8 +252,8 @@ class ModelledEngine:
             await self.timeline.sleep(began + span.seconds(steps) - self.timeline.now)
         self.usage.decode_s += span.seconds(steps)
         self.usage.request_s += span.batch * span.seconds(steps)
-        if self.usage.steps is not None:
-            self.usage.steps.add(0, span.batch, span.context, span.seconds(steps) / steps, steps)
+        if self.usage.seen is not None:
+            self.usage.seen(0, span.batch, span.context, span.seconds(steps) / steps, steps)
         self.usage.tokens += self._batch * steps
         self._steps += steps
         self._context += self._batch * steps

@@ -18,7 +18,13 @@ import msgspec
 import rubato.actors.messages
 from rubato.bus.message import Message, Request, reply_types
 
-MODULES = ("rubato.bus.message", "rubato.runtime.messages", "rubato.runtime.blobs.parts")
+MODULES = (
+    "rubato.bus.message",
+    "rubato.runtime.messages",
+    "rubato.runtime.launch.agent_messages",
+    "rubato.runtime.blobs.blob_messages",
+    "rubato.runtime.blobs.parts",
+)
 
 
 def described() -> dict[str, Any]:

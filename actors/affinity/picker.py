@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rubato.actors.config import engine_specs, one_of
-from rubato.actors.messages.generation import Completion, GenerateReply, Measure, StepsMeasured
+from rubato.actors.messages.affinity import Measure, StepsMeasured
+from rubato.actors.messages.generation import Completion, GenerateReply
 from rubato.actors.proxy.picker import LeastLoaded, PickerHost
 from rubato.actors.proxy.section import LEARNED
 from rubato.bus.errors import AskFailed
@@ -104,6 +105,8 @@ class AffinityPicker(LeastLoaded):
                 self._binding.share_out({})
                 self._actor.notice(f"affinity: {name} is new, so every class is open to all until it is measured")
         self._classes.setdefault(name, {})[engine.name] = engine
+        for each in self._class_of.keys() - self._counted.keys() if self.learning else ():  # they sum up from when they are first asked
+            self._actor.spawn(self._measure(each), name=f"{self._actor.name}.measure")
         return self
 
     def left(self, engine: "EngineSeat") -> None:

@@ -24,11 +24,11 @@ from rubato.runtime.config import Config
 from rubato.runtime.config.compose import load, problems
 from rubato.runtime.errors import ConfigError, ExitCode, LaunchError, RubatoError, first_cause
 from rubato.runtime.guest import ask_node, join
+from rubato.runtime.launch.agent_messages import StopJob
 from rubato.runtime.launch.card import find_keys, read_card
 from rubato.runtime.launch.children import last_line
 from rubato.runtime.launch.connection import connect
 from rubato.runtime.launch.folder import is_held, make_keys
-from rubato.runtime.messages import StopJob
 from rubato.runtime.registry import list_actors
 from rubato.runtime.store.store import StoreUnavailable
 

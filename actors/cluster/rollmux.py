@@ -8,6 +8,7 @@ memory. An actor whose permit is lost computes nothing more: it looks by its own
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from rubato.actors import plugins
@@ -170,10 +171,7 @@ class Turn(Held):
 
     async def run(self, parts: Generator[None, None, ResultT]) -> ResultT:
         """One by one, each of which begins under the permit."""
-
-        def part() -> ResultT | None:
-            return advance(parts)
-
+        part = partial(advance, parts)
         result = await self.compute(part)
         while result is None:
             try:
@@ -271,9 +269,7 @@ class RolloutPermit(ProxyHook):
             self._changed.set()
 
     def too_late(self, request: Generate, known: "ProxyRequest | None") -> NotItsTurn | None:
-        if self.is_held:
-            return None
-        return NotItsTurn(request.request_id, known.tokens if known else request.resumed)
+        return None if self.is_held else NotItsTurn(request.request_id, known.tokens if known else request.resumed)
 
     @property
     def _num_rollouts(self) -> int:
@@ -303,8 +299,7 @@ class RolloutPermit(ProxyHook):
         self._kept = own or None  # the proxy before this one may have had a tail
         try:
             async with asyncio.TaskGroup() as tasks:
-                looks, follows = self._look_at_loss(grant), permits.tail(grant.pool, self._blocks)
-                beside = tasks.create_task(looks), tasks.create_task(follows)
+                beside = [tasks.create_task(each) for each in (self._look_at_loss(grant), permits.tail(grant.pool, self._blocks))]
                 await self._turn(permits, grant)
                 for task in beside:
                     task.cancel()

@@ -70,6 +70,14 @@ class Chunk(NamedTuple):
     finish_reason: str = ""
 
 
+class StepSeen(Protocol):
+    """Called after steps of an engine that has `observe(step: StepSeen)`, which a class may leave out (actors/affinity/meter.py)."""
+
+    def __call__(self, prefill: int, batch: int, context: int, seconds: float, times: int = 1) -> object:
+        """`times` steps computed so many tokens of prompts, decoded for a `batch` that holds `context` tokens, and lasted `seconds` each."""
+        ...
+
+
 class EngineLoad(NamedTuple):
     """A snapshot for routing and the monitor."""
 
@@ -81,8 +89,6 @@ class EngineLoad(NamedTuple):
     asleep: bool = False
     degree: int = 1
     """GPUs that share each layer."""
-    steps: tuple[float, ...] = ()
-    """Costs of the steps so far, as the values of a rubato.planning.step_sums.StepSums; empty where the engine does not observe them."""
     prefill_tokens_s: float = 0.0
     """Rate of the last step that prefilled; 0: not known."""
     restart_s: float = 0.0

@@ -16,13 +16,12 @@ import torch
 from rubato.actors import plugins
 from rubato.actors.checkpoints.model_folder import Slice
 from rubato.actors.config import ModelSection
-from rubato.actors.engines.engine import CAPABILITIES, Chunk, EngineDead, EngineError, EngineLoad, Work
+from rubato.actors.engines.engine import CAPABILITIES, Chunk, EngineDead, EngineError, EngineLoad, StepSeen, Work
 from rubato.actors.engines.model import Weights
 from rubato.actors.engines.runner import ModelRunner
 from rubato.actors.engines.scheduler import WHOLE, RealTime, Row, Scheduler, Sequence, check, contents
 from rubato.actors.engines.section import EngineSection
 from rubato.actors.messages.weights import WeightsDigest
-from rubato.planning.step_sums import StepSums
 from rubato.runtime.observe.log import logger
 
 STOP_S = 30.0
@@ -43,7 +42,7 @@ class TorchEngine:
 
     @property
     def loop_class(self) -> type["StepLoop"]:
-        """Of the thread of its steps."""
+        """Class of the thread that takes its steps."""
         return StepLoop
 
     def __init__(self, folder: Path, model: ModelSection, section: EngineSection) -> None:
@@ -128,8 +127,12 @@ class TorchEngine:
         scheduler, timing = steps.scheduler, steps.timing
         return EngineLoad(
             self._section.num_slots, scheduler.num_waiting, scheduler.num_running, steps.version, steps.suspended,
-            bool(steps.rest_level), timing.degree, tuple(steps.sums.values), steps.prompt_tokens_s, gauges=timing.gauges,
+            bool(steps.rest_level), timing.degree, steps.prompt_tokens_s, gauges=timing.gauges,
         )  # fmt: skip
+
+    def observe(self, step: StepSeen) -> None:
+        """It is called in the thread of the steps."""
+        self.started().seen = step
 
     async def stop(self) -> None:
         steps, self._steps = self._steps, None
@@ -195,7 +198,7 @@ class StepLoop(threading.Thread):
         self.dead: EngineDead | None = None
         """Why the loop ended, when it did not end by `stop`."""
         self.times = StepCpuTimes()
-        self.sums = StepSums()
+        self.seen: StepSeen | None = None
         self.timing: RealTime = plugins.timing(section)
         self.stopping = threading.Event()
         """Set: nothing is waited for any more that only modelled time asks for."""
@@ -259,7 +262,7 @@ class StepLoop(threading.Thread):
         self._hand_out(sequence)
 
     def version_of(self, sequence: Sequence) -> int:
-        """Of the weights that its next token is sampled under."""
+        """The version of the weights under which its next token is sampled."""
         return self.version
 
     def suspend(self) -> None:
@@ -344,7 +347,8 @@ class StepLoop(threading.Thread):
         rows, ids, logprobs = self.runner.step(rows)
         self.last(self.timing.step_s(rows), started)
         content, took_s = contents(rows), self._loop.time() - started
-        self.sums.add(*content, took_s)
+        if self.seen is not None:
+            self.seen(*content, took_s)
         if content[0]:
             self.prompt_tokens_s = content[0] / max(took_s, 1e-6)
         ended: list[Sequence] = []

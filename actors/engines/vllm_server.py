@@ -62,11 +62,11 @@ class ServerTold(msgspec.Struct, frozen=True):
     updating: bool
 
 
-class _Request:
-    """One request. What it waits for from the server can be cut, which ends that HTTP request and not this one."""
+class ServedSequence(Sequence):
+    """One that the server samples. What it waits for from there can be cut, which ends an HTTP request and not the sequence."""
 
-    def __init__(self, sequence: Sequence) -> None:
-        self.sequence = sequence
+    def __init__(self, work: Work, max_len: int) -> None:
+        super().__init__(work, max_len)
         self.version = 0
         """Of the HTTP request under way."""
         self.first_version = -1
@@ -117,7 +117,7 @@ class VllmServerEngine:
         self._client: VllmClient | None = None
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._told = ServerTold(0, "", "", "", 0, 0, 0, "", 1, updating=False)
-        self._requests: dict[str, _Request] = {}
+        self._sequences: dict[str, ServedSequence] = {}
         self._version = 0
         self._suspended = False
         self._why_dead = ""
@@ -142,45 +142,45 @@ class VllmServerEngine:
 
     async def generate(self, work: Work) -> AsyncGenerator[Chunk, None]:
         self._started()
-        check(work, self._section.max_len, self._told.vocab_size, self._requests)
-        sequence = Sequence(work, self._section.max_len)
+        check(work, self._section.max_len, self._told.vocab_size, self._sequences)
+        sequence = ServedSequence(work, self._section.max_len)
         if sequence.finish_reason:
             yield sequence.chunk()
             return
-        request = self._requests[work.request_id] = _Request(sequence)
+        self._sequences[work.request_id] = sequence
         try:
             while not sequence.finish_reason:
-                if request.aborted:
-                    sequence.finish_reason = request.how_taken_out
+                if sequence.aborted:
+                    sequence.finish_reason = sequence.how_taken_out
                     break
-                async with aclosing(await self._asked(request)) as events:
-                    while not sequence.finish_reason and (event := await request.next_of(events)) is not None:
-                        if self._take(request, event) and not sequence.finish_reason:
+                async with aclosing(await self._asked(sequence)) as events:
+                    while not sequence.finish_reason and (event := await sequence.next_of(events)) is not None:
+                        if self._take(sequence, event) and not sequence.finish_reason:
                             yield sequence.chunk()
             yield sequence.chunk()
         except TokensRefused as error:
             raise await self._failed(work.request_id, error) from error
         finally:
-            del self._requests[work.request_id]
-            self._exported(request)
+            del self._sequences[work.request_id]
+            self._exported(sequence)
 
     async def abort(self, request_id: str) -> None:
         self._started()
-        request = self._requests.get(request_id)
-        if request is not None:
-            request.aborted = True
-            request.cut()
+        sequence = self._sequences.get(request_id)
+        if sequence is not None:
+            sequence.aborted = True
+            sequence.cut()
 
     async def export(self, request_id: str, *, with_cache: bool = False) -> Work:
         if with_cache:
             require(self, CACHE)
         self._started()
-        request = self._requests.get(request_id)
-        if request is None or request.aborted:
+        sequence = self._sequences.get(request_id)
+        if sequence is None or sequence.aborted:
             raise _not_here(request_id)
-        request.aborted, request.export = True, asyncio.get_running_loop().create_future()
-        request.cut()
-        return await request.export
+        sequence.aborted, sequence.export = True, asyncio.get_running_loop().create_future()
+        sequence.cut()
+        return await sequence.export
 
     async def suspend(self) -> None:
         async with self._boundary:
@@ -206,8 +206,8 @@ class VllmServerEngine:
                 await self._alone(client)
                 if not self._suspended:
                     await client.post("/pause?mode=keep")
-                for request in self._requests.values():
-                    request.cut()
+                for sequence in self._sequences.values():
+                    sequence.cut()
                 try:
                     await self._bring(client, version, [place])
                     if not self._suspended:
@@ -225,15 +225,15 @@ class VllmServerEngine:
     def load(self) -> EngineLoad:
         self._started()
         num_slots = min(self._section.num_slots, self._told.num_slots)
-        running = min(len(self._requests), num_slots)
-        return EngineLoad(num_slots, len(self._requests) - running, running, self._version, self._suspended, degree=self._told.degree)
+        running = min(len(self._sequences), num_slots)
+        return EngineLoad(num_slots, len(self._sequences) - running, running, self._version, self._suspended, degree=self._told.degree)
 
     async def stop(self) -> None:
         """The server goes on, for others; what was asked of it here is over."""
         client, self._client = self._client, None
-        for request in self._requests.values():
-            request.aborted = True
-            request.cut()
+        for sequence in self._sequences.values():
+            sequence.aborted = True
+            sequence.cut()
         if client is not None:
             await client.close()
 
@@ -251,20 +251,19 @@ class VllmServerEngine:
 
     # -- requests ---------------------------------------------------------------------------------------------------
 
-    async def _asked(self, request: _Request) -> AsyncGenerator[GeneratedTokens, None]:
+    async def _asked(self, sequence: ServedSequence) -> AsyncGenerator[GeneratedTokens, None]:
         """A new HTTP request for what is left of it."""
         async with self._boundary:
             client = self._started()
-            request.whole()
-            request.version, request.num_asked = self._version, request.num_asked + 1
-            request.first_version = request.version if request.first_version < 0 else request.first_version
-            request.num_vain += 1
-            if request.num_vain > TRIES:
+            sequence.whole()
+            sequence.version, sequence.num_asked = self._version, sequence.num_asked + 1
+            sequence.first_version = sequence.version if sequence.first_version < 0 else sequence.first_version
+            sequence.num_vain += 1
+            if sequence.num_vain > TRIES:
                 raise TokensRefused(f"it ended the request {TRIES} times without a token: is it paused or aborted from elsewhere?")
-            return client.generate(self._body(request))
+            return client.generate(self._body(sequence))
 
-    def _body(self, request: _Request) -> GenerateTokens:
-        sequence = request.sequence
+    def _body(self, sequence: ServedSequence) -> GenerateTokens:
         work, sampling = sequence.work, sequence.work.sampling
         return GenerateTokens(
             token_ids=sequence.tokens.copy(),
@@ -278,13 +277,13 @@ class VllmServerEngine:
                 logprobs=0,
                 detokenize=False,
             ),
-            request_id=f"{work.request_id}.{request.num_asked}",
+            request_id=f"{work.request_id}.{sequence.num_asked}",
             # Only "keep" has caches of older weights at the server: of requests that began under those, and for them alone.
-            cache_salt=str(request.first_version) if self._section.kv_on_update == "keep" else None,
+            cache_salt=str(sequence.first_version) if self._section.kv_on_update == "keep" else None,
             stream=True,
         )
 
-    def _take(self, request: _Request, event: GeneratedTokens) -> bool:
+    def _take(self, sequence: ServedSequence, event: GeneratedTokens) -> bool:
         """Add what is new; whether there is any. Raises TokensRefused for an answer that can't be."""
         for choice in event.choices:
             tokens, logprobs = choice.token_ids or [], (choice.logprobs and choice.logprobs.content) or []
@@ -293,30 +292,30 @@ class VllmServerEngine:
             if choice.finish_reason == "error":
                 raise TokensRefused("it failed there; its log says why")
             for one in logprobs:
-                if request.sequence.finish_reason:
+                if sequence.finish_reason:
                     raise TokensRefused("it sampled more than was asked for")
-                request.sequence.sampled(one.token_id, one.logprob, request.version)
-            request.num_vain = 0 if tokens else request.num_vain
-            self._check_versions(request, choice)
+                sequence.sampled(one.token_id, one.logprob, sequence.version)
+            sequence.num_vain = 0 if tokens else sequence.num_vain
+            self._check_versions(sequence, choice)
             return bool(tokens)
         return False
 
-    def _check_versions(self, request: _Request, choice: TokensChoice) -> None:
+    def _check_versions(self, sequence: ServedSequence, choice: TokensChoice) -> None:
         """Raises EngineDead where the server tells of other weights than were brought to it: what was sampled belongs to no version."""
         told = {span.version for span in choice.weight_versions or ()}
-        if told and told != {str(request.version)}:
+        if told and told != {str(sequence.version)}:
             self._why_dead = (
                 f"the server at {self._section.url} sampled under the weights {', '.join(sorted(told))}, but was brought version "
-                f"{request.version}: something else updates it, give this engine a server of its own"
+                f"{sequence.version}: something else updates it, give this engine a server of its own"
             )
             raise EngineDead(self._why_dead)
 
-    def _exported(self, request: _Request) -> None:
-        if request.export is not None and not request.export.done():
-            if request.sequence.finish_reason == "exported":
-                request.export.set_result(request.sequence.moved(None))
+    def _exported(self, sequence: ServedSequence) -> None:
+        if sequence.export is not None and not sequence.export.done():
+            if sequence.finish_reason == "exported":
+                sequence.export.set_result(sequence.moved(None))
             else:
-                request.export.set_exception(_not_here(request.sequence.work.request_id))
+                sequence.export.set_exception(_not_here(sequence.work.request_id))
 
     async def _failed(self, request_id: str, error: Exception) -> EngineError:
         client = self._started()

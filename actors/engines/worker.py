@@ -1,4 +1,4 @@
-"""EngineWorker: hosts one engine; weights are pulled when published, progress is told to the proxy."""
+"""EngineWorker: hosts one engine; weights are pulled when published, proxies get its progress."""
 
 import asyncio
 import contextlib
@@ -14,7 +14,6 @@ from rubato.actors.cluster.lease import lease_of
 from rubato.actors.engines.engine import ENGINES, Chunk, Engine, EngineDead, EngineError, EngineHook, Work, require
 from rubato.actors.engines.section import EngineConfig, EngineSection
 from rubato.actors.engines.weights import WeightsPuller
-from rubato.actors.gateway.requests import SharedRequest, SharedRequests, in_task
 from rubato.actors.messages.generation import (
     GENERATION,
     Abort,
@@ -26,15 +25,14 @@ from rubato.actors.messages.generation import (
     HandedBack,
     InfoChanged,
     Inspect,
-    Measure,
     Resume,
-    StepsMeasured,
     Suspend,
     Tokens,
     TokensSampled,
     VersionSpan,
 )
 from rubato.actors.messages.weights import WeightsDigest, WeightsPublished, WeightsTaken
+from rubato.actors.requests import SharedRequest, SharedRequests, in_task
 from rubato.actors.weights.transport import BlobReceiver
 from rubato.bus.errors import AskFailed, NotSent
 from rubato.bus.message import Ack, unpack_i32
@@ -393,10 +391,6 @@ class EngineWorker(plugins.Hooked[EngineHook], Actor):
         for hook in self.hooks:
             info = hook.told(info)
         return info
-
-    @handler
-    async def measure(self, request: Measure) -> StepsMeasured:
-        return StepsMeasured(self.name, self.started()[0].load().steps)
 
     @handler
     async def weights_published(self, message: WeightsPublished) -> None:

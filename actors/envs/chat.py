@@ -48,7 +48,7 @@ ROLES = frozenset({"system", "user", "assistant", "tool", "developer", "function
 NAMES = frozenset(
     {"role", "content", "reasoning_content", "tool_calls", "tool_call_id", "id", "type", "function", "name", "arguments", "text"}
 )
-"""Of most entries of messages; and of their types."""
+"""Keys of most entries of messages, and keys of their types."""
 
 MOST_ROLES = 64
 """Roles of which is remembered that the template shows them."""

@@ -48,7 +48,7 @@ class GaveUp(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecorderContext:
-    """What all recorders of one task share. `reward` is None where no reward functions are configured."""
+    """Parts that all recorders of one task share. `reward` is None where no reward functions are configured."""
 
     rollout: RolloutSection
     eval: EvalSection
@@ -259,7 +259,7 @@ class Recorder:
         return self.texts[-1]
 
     async def _score(self) -> dict[str, float]:
-        """What each reward function adds, by its name."""
+        """Scores by the name of their reward function."""
         context = self._context
         if context.reward is None:
             return {}
@@ -293,7 +293,7 @@ class Recorder:
             return msgspec.msgpack.encode(well_formed(plain) | self.identity() | columns)
 
     def _trajectory(self) -> Trajectory:
-        """What was played so far, without what only its end brings."""
+        """The trajectory so far, without what only its end brings."""
         held_out = self.ticket.purpose == "eval"
         return Trajectory(
             ticket=self.ticket,

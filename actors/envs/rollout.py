@@ -78,7 +78,7 @@ class RolloutHook(Handles):
         self.playing = playing
 
     def driver(self, context: "RolloutContext") -> Driver | None:
-        """What plays a rollout in place of the environment's loop; None: that loop."""
+        """The driver of a rollout in place of the environment's loop; None: that loop."""
         return None
 
     def turns(self) -> AbstractContextManager[None]:
@@ -92,7 +92,7 @@ class RolloutHook(Handles):
         """After an actor of the job became ready or went away."""
 
     async def run(self) -> None:
-        """What the hook does beside rollouts, as a task of the manager."""
+        """The hook's work beside rollouts, as a task of the manager."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

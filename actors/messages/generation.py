@@ -208,20 +208,6 @@ class Inspect(Request[EngineStatus], frozen=True):
     idempotent: ClassVar[bool] = True
 
 
-class StepsMeasured(Message, frozen=True):
-    """What an engine's steps cost so far."""
-
-    engine: str
-    steps: tuple[float, ...]
-    """Values of a rubato.planning.step_sums.StepSums, which only grow; empty where the engine does not observe its steps."""
-
-
-class Measure(Request[StepsMeasured], frozen=True):
-    """Ask an engine what its steps cost."""
-
-    idempotent: ClassVar[bool] = True
-
-
 class Suspend(Request[Ack], frozen=True):
     """Stop decoding between two steps; requests stay where they are."""
 

@@ -173,7 +173,7 @@ class ProxyHook(Handles):
         return None
 
     def engine_changed(self, info: EngineInfo) -> None:
-        """After an engine told how it is now."""
+        """After an engine has sent its new state."""
 
     def peers_left(self, names: tuple[str, ...]) -> None:
         """After these actors went away, or were started again."""

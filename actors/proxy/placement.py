@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
-from rubato.actors.gateway.requests import SharedRequest
 from rubato.actors.messages.generation import Aborted, Completion, Generate, Route
+from rubato.actors.requests import SharedRequest
 from rubato.planning.routing import EngineView, Wait
 from rubato.runtime.observe.figures import Wait as ShownWait
 

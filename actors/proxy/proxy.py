@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 
 from rubato.actors import plugins
-from rubato.actors.gateway.requests import Run, SharedRequests
 from rubato.actors.messages.generation import (
     GENERATION,
     Abort,
@@ -31,6 +30,7 @@ from rubato.actors.messages.generation import (
 from rubato.actors.proxy.picker import PickerHost, ProxyHook, picker_of
 from rubato.actors.proxy.placement import EngineAsk, EngineSeat, Placement, ProxyRequest
 from rubato.actors.proxy.section import ProxyConfig
+from rubato.actors.requests import Run, SharedRequests
 from rubato.bus.errors import AskFailed, Failed, NotSent, Refused, Unknown
 from rubato.bus.message import Ack
 from rubato.planning.engine_info import WeightsId

@@ -42,8 +42,8 @@ from rubato.runtime.blobs.blob import Draft
 from rubato.runtime.blobs.parts import Index, part_name
 from rubato.runtime.errors import ActorFailed, NotRunning, first_cause
 from rubato.runtime.kernel import NODE
+from rubato.runtime.launch.agent_messages import RestartActors
 from rubato.runtime.launch.children import is_stopped
-from rubato.runtime.messages import RestartActors
 from rubato.runtime.registry import ActorRecord, RankRecord
 
 if TYPE_CHECKING:

@@ -79,8 +79,8 @@ UNCOUNTED = ("drained", "env_lost", "cancelled")
 that worker are not."""
 
 BARREN_TOLD = 8
-"""After so many groups in a row that came to nothing, each with too few scored members, the user is told, once; of others after a batch's
-worth of them."""
+"""After so many groups in a row that came to nothing, each with too few scored members, the user sees a notice, once; of others after a
+batch's worth of them."""
 
 TERM = "samples/epoch"
 """Counter of trainers' terms: it leaps where the Store forgot, so none is drawn twice."""

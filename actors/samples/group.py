@@ -390,7 +390,7 @@ class Group(msgspec.Struct, array_like=True):
         return [self._end_of(i, m.fate or self.verdict, term) for i, m in enumerate(self.members)]
 
     def remembered(self) -> "Group":
-        """What is left of an ended group for those that report on it again: which attempts ended, and how. No figures of theirs."""
+        """The remainder of an ended group, for those that report on it again: which attempts ended, and how, without their figures."""
         known = [(m, UNKNOWN if m.outcome == UNKNOWN else NOTHING) for m in self.members]
         return msgspec.structs.replace(self, members=[Member(m.state, m.attempt, fate=m.fate, outcome=left) for m, left in known])
 

@@ -13,12 +13,11 @@ from typing import Any
 
 from rubato.actors.checkpoints.hf_files import read_header
 from rubato.actors.config import ModelSection
-from rubato.actors.engines.engine import Chunk, Engine, EngineError, EngineLoad, Work, check_level
+from rubato.actors.engines.engine import Chunk, Engine, EngineError, EngineLoad, StepSeen, Work, check_level
 from rubato.actors.engines.pace import EnginePace
 from rubato.actors.engines.scheduler import Row, Scheduler, contents
 from rubato.actors.engines.section import EngineSection, PaceSection
 from rubato.actors.scripted.engine import ScriptedEngine, ScriptedSequence
-from rubato.planning.step_sums import StepSums
 
 Command = Callable[[], None]
 
@@ -37,7 +36,7 @@ class PacedScriptedEngine(ScriptedEngine):
         super().__init__(folder, model, section)
         self._pace = EnginePace(pace)
         self._scheduler = Scheduler(section.num_slots, section.max_batch_tokens, prefix_cache=section.prefix_cache)
-        self._sums = StepSums()
+        self._seen: StepSeen | None = None
         self._inboxes: dict[str, asyncio.Queue[Chunk]] = {}
         self._commands: deque[Command] = deque()
         self._prefill_tokens_s = 0.0
@@ -96,8 +95,11 @@ class PacedScriptedEngine(ScriptedEngine):
         pace = self._pace
         return EngineLoad(
             self._section.num_slots, waiting, running, self._version, self._suspended, self._asleep, pace.degree,
-            tuple(self._sums.values), self._prefill_tokens_s, gauges=pace.gauges,
+            self._prefill_tokens_s, gauges=pace.gauges,
         )  # fmt: skip
+
+    def observe(self, step: StepSeen) -> None:
+        self._seen = step
 
     async def stop(self) -> None:
         """What is in progress ends now."""
@@ -206,7 +208,8 @@ class PacedScriptedEngine(ScriptedEngine):
             content, duration_s = contents(rows), self._pace.step_s(rows)
             self._prefill_tokens_s = content[0] / duration_s or self._prefill_tokens_s
             self._last(duration_s, partial(self._sample, rows))
-            self._sums.add(*content, duration_s)
+            if self._seen is not None:
+                self._seen(*content, duration_s)
         else:
             self._pace.idle()
 

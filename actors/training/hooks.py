@@ -165,7 +165,7 @@ class Hooks:
             raise TrainError(f"{KEY}: {self._named[hook]} raised {said} in {event}") from error
 
     async def close(self) -> None:
-        """Call `close` of each. Where one fails the user is told, and the others are closed nevertheless."""
+        """Call `close` of each. Where one fails the user sees a notice, and the others are closed nevertheless."""
         for hook in self._hooks:
             try:
                 await self._call(hook, StepHook.close.__name__)

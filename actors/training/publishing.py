@@ -16,7 +16,7 @@ ASK_S = 24 * 3600.0
 """Longest the sample buffer may take, its own restart and the Store's and a disk without room included, before training gives up."""
 
 BUFFER, NODE = "sample_buffer", "node"
-"""Roles that are told, or waited for."""
+"""Roles that the publisher sends to, or waits for."""
 
 
 TAKE_S = 5.0
@@ -83,7 +83,7 @@ class Publisher:
         return found
 
     async def _announce(self, advance: Advance, announce: Announce, started: float) -> PolicyState | TrainError:
-        """An error is told to those that wait for the version: none reads what this raises."""
+        """The result of the asks; an error reaches those that wait for the version, since none reads what this raises."""
         actor, step = self._actor, advance.step
         with actor.waits.on(f"weights {step}", stage="publish", holder=NODE) as wait:
             with actor.trace.span("publish", "weights", version=step):
@@ -125,7 +125,7 @@ class Publisher:
         return self._sender.disagreement(message)
 
     async def taken_by_all(self) -> None:
-        """Return once every engine has told that it took what was published last, or after `TAKE_S`."""
+        """Return once every engine has reported that it took what was published last, or after `TAKE_S`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(TAKE_S):
                 while not self._all_have_it:

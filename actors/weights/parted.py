@@ -6,9 +6,9 @@ from rubato.actors.weights.relayed import PULL_S, Relayed
 from rubato.bus.errors import AskFailed
 from rubato.runtime.actor import Actor
 from rubato.runtime.blobs.blob import BlobInfo, BlobMissing
+from rubato.runtime.blobs.blob_messages import NotPulled
 from rubato.runtime.blobs.parts import JoinParts, index_in, whole_name
 from rubato.runtime.errors import first_cause
-from rubato.runtime.messages import NotPulled
 
 
 async def whole_image(actor: Actor, info: BlobInfo, index: memoryview, *, by_rings: bool) -> tuple[BlobInfo, memoryview]:

@@ -5,7 +5,7 @@ from rubato.bus.errors import AskFailed
 from rubato.planning.relay import plan, pod_of, ring_sources, sources
 from rubato.runtime.actor import Actor
 from rubato.runtime.blobs.blob import BlobInfo, BlobMissing
-from rubato.runtime.messages import FindNewest, Newest, NotPulled, PullBlob
+from rubato.runtime.blobs.blob_messages import FindNewest, Newest, NotPulled, PullBlob
 
 FIND_S = 10.0
 PULL_S = 1800.0

@@ -117,7 +117,7 @@ class WeightsSample(NamedTuple):
 
 
 def as_computed(values: bytes, stored: str, dtype: str) -> bytes:
-    """What an engine that computes in `dtype`, float32 or bfloat16, makes of stored values."""
+    """Stored values as an engine has them that computes in `dtype`, float32 or bfloat16."""
     if (stored, dtype) in (("F32", "float32"), ("BF16", "bfloat16")):
         return values
     return plugins.load(plugins.ROUNDED)(values, stored, dtype)
@@ -180,7 +180,7 @@ class BlobReceiver:
         self._actor, self._by_rings = actor, by_rings
 
     async def newest(self, adapter: str) -> WeightsPublished | None:
-        """What the trainer's host has; where that is ours, or does not answer, what we have."""
+        """The newest on the trainer's host; on this one where that is the trainer's, or where that one does not answer."""
         far = self._far()
         found = (await far.newest(blob_of(adapter)) if far else None) or await self._actor.blobs.newest(blob_of(adapter))
         if found is None:
@@ -201,7 +201,7 @@ class BlobReceiver:
         yield WeightsPart(WeightsPublished(info.version, info.term, info.digest, info.size_bytes, adapter), image)
 
     def _far(self) -> Any:
-        """What brings blobs of the trainer's host, or of the launcher's while the trainer is away, where that is another."""
+        """The mechanism that brings blobs of the trainer's host, or of the launcher's while the trainer is away, where that is another."""
         records = (self._actor.directory.find(name) for name in self._actor.peers("trainer"))
         home = next((record.node for record in records if record is not None), NODE)
         return None if home == self._actor.node else plugins.load(plugins.RELAYED)(self._actor, home, by_rings=self._by_rings)

@@ -23,10 +23,21 @@ from rubato.runtime.blobs.blob import (
     piece_digest,
     piece_digests_beside,
 )
+from rubato.runtime.blobs.blob_messages import (
+    BlobPiece,
+    BlobPieces,
+    FindNewest,
+    GetPiece,
+    GetPieces,
+    Newest,
+    NotHere,
+    NotPulled,
+    PullBlob,
+    Pulled,
+)
 from rubato.runtime.blobs.parts import JoinParts, Joins
 from rubato.runtime.blobs.patches import delta_name, has_before, patch
 from rubato.runtime.kernel import Kernel
-from rubato.runtime.messages import BlobPiece, BlobPieces, FindNewest, GetPiece, GetPieces, Newest, NotHere, NotPulled, PullBlob, Pulled
 
 PIECE_S = 10.0
 """A source that gives nothing for so long is left for the next: longer than one piece takes on a slow link (4 MiB at 4 Mbit/s),

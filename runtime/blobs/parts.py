@@ -14,7 +14,7 @@ import msgspec
 
 from rubato.bus.message import Request
 from rubato.runtime.blobs.blob import INDEX_MARK, BlobCorrupt, BlobError, BlobInfo, BlobMissing, BlobStore, spread
-from rubato.runtime.messages import NotPulled, Pulled
+from rubato.runtime.blobs.blob_messages import NotPulled, Pulled
 
 ALIGN = 8
 

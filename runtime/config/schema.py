@@ -8,7 +8,9 @@ import msgspec
 
 from rubato.bus.message import Message
 from rubato.runtime import messages
+from rubato.runtime.blobs import blob_messages
 from rubato.runtime.config.config import Config
+from rubato.runtime.launch import agent_messages
 
 IGNORED = frozenset({"default", "default_factory", "cls"})
 """Of a type's description: not on the wire, or described by its other parts."""
@@ -20,8 +22,8 @@ def schema_of(config: Config) -> str:
     owners = [*actors, *(plugin for actor in actors for plugin in actor.plugin_classes(config))]
     specs = [spec for owner in owners for spec in owner.handlers.values()]
     found = {message for spec in specs for message in (spec.message, *spec.replies.values())}
-    own = {each for each in vars(messages).values() if isinstance(each, type) and issubclass(each, Message)}
-    return fingerprint(found | own)
+    own = (each for module in (messages, agent_messages, blob_messages) for each in vars(module).values())
+    return fingerprint(found | {each for each in own if isinstance(each, type) and issubclass(each, Message)})
 
 
 def fingerprint(types: Iterable[type[Message]]) -> str:

@@ -17,23 +17,19 @@ from rubato.runtime.config.compose import pool_named
 from rubato.runtime.errors import ConfigError
 from rubato.runtime.host import RESTART_S, Backend, Death, JobHost, RestartBudget
 from rubato.runtime.kernel import Kernel, free_bytes
-from rubato.runtime.launch.hosts import DRAIN_LIMIT_S, NODE_ROLE, TELL_S, JobHosts
-from rubato.runtime.messages import (
+from rubato.runtime.launch.agent_messages import (
     NEXT_STEP_S,
     AddActors,
     Added,
     DrainActors,
     Drained,
-    Finish,
     HostLeaves,
     NotAdded,
-    Notice,
-    Progress,
     RestartActors,
-    RoomWanted,
-    Saved,
     StopJob,
-)  # fmt: skip
+)
+from rubato.runtime.launch.hosts import DRAIN_LIMIT_S, NODE_ROLE, TELL_S, JobHosts
+from rubato.runtime.messages import Finish, Notice, Progress, RoomWanted, Saved
 from rubato.runtime.monitor.blocked import ENDING
 from rubato.runtime.monitor.snapshot import snapshot
 from rubato.runtime.monitor.text import blocked_line

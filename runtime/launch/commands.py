@@ -22,11 +22,11 @@ from rubato.runtime.errors import ConfigError, ExitCode, LaunchError, RubatoErro
 from rubato.runtime.guest import ask_node
 from rubato.runtime.importer import FOLDER as CODE
 from rubato.runtime.importer import KeptCode, use
+from rubato.runtime.launch.agent_messages import AddActors, Added, DrainActors, StopJob
 from rubato.runtime.launch.card import read_card
 from rubato.runtime.launch.children import until_gone
 from rubato.runtime.launch.folder import RunFolder
 from rubato.runtime.launch.token import read_token
-from rubato.runtime.messages import AddActors, Added, DrainActors, StopJob
 from rubato.runtime.observe.trace import wall_s
 from rubato.runtime.places import HostPlaces
 from rubato.runtime.registry import NODE

@@ -12,8 +12,8 @@ from rubato.bus.message import Request
 from rubato.runtime.actor import Actor
 from rubato.runtime.config import Config
 from rubato.runtime.host import JobHost
+from rubato.runtime.launch.agent_messages import MOST_ADDED, AddActors, Added, DrainActors, NotAdded, RestartActors, StopJob
 from rubato.runtime.launch.host_list import name_key
-from rubato.runtime.messages import MOST_ADDED, AddActors, Added, DrainActors, NotAdded, RestartActors, StopJob
 from rubato.runtime.places import HostPlaces
 from rubato.runtime.registry import LEASE_TTL_S, NODE, role_of
 

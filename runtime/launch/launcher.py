@@ -25,6 +25,7 @@ from rubato.runtime.importer import use
 from rubato.runtime.kept_code import keep, pack, unpack
 from rubato.runtime.kernel import free_bytes
 from rubato.runtime.launch.agent import ASK_S, JobOutcome, NodeAgent
+from rubato.runtime.launch.agent_messages import MOST_ADDED, AddActors, NotAdded
 from rubato.runtime.launch.card import RunCard, RunKeys, command_for, find_keys, sources
 from rubato.runtime.launch.children import is_ignored, on_signals, prepare, start_module
 from rubato.runtime.launch.connection import RunAccess, reach
@@ -36,7 +37,6 @@ from rubato.runtime.launch.placer import PlacedHosts, placed_hosts, placer_probl
 from rubato.runtime.launch.processes import ProcessBackend, process_backend, process_host
 from rubato.runtime.launch.shared import SharedScope, password_for, scope_of, write_shared
 from rubato.runtime.launch.token import JoinToken, write_token
-from rubato.runtime.messages import MOST_ADDED, AddActors, NotAdded
 from rubato.runtime.node import allow_many_files
 from rubato.runtime.observe.figures import STORE
 from rubato.runtime.observe.log import configure, logger

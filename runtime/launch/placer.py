@@ -280,7 +280,7 @@ class PlacedHosts:
             self.host.start(name, RestartBudget(RESTARTS, WINDOW_S))
 
     async def end(self) -> None:
-        """The run is over: who still waits for a host gets none, and those that are left are told to go."""
+        """End with the run: asks for hosts that still wait get none, and hosts that are left get the order to go."""
         for placing in self._placing:
             placing.cancel()
         await self.host.drain_all(LEAVE_S, by_rank=False)

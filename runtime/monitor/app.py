@@ -19,8 +19,8 @@ from textual.widgets import ContentSwitcher, DataTable, Static
 from rubato.bus.message import Request
 from rubato.runtime.errors import LaunchError, RubatoError
 from rubato.runtime.importer import load_object
+from rubato.runtime.launch.agent_messages import AddActors, Added, DrainActors, Drained, RestartActors
 from rubato.runtime.launch.card import read_card
-from rubato.runtime.messages import AddActors, Added, DrainActors, Drained, RestartActors
 from rubato.runtime.monitor.crews import COLUMNS, WIDTHS, actor_row
 from rubato.runtime.monitor.source import RunSource, View
 from rubato.runtime.monitor.text import (

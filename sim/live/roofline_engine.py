@@ -9,11 +9,10 @@ from typing import Any
 from pydantic import Field
 
 from rubato.actors.config import ModelSection
-from rubato.actors.engines.engine import CACHE, EXPORT, Cache, Chunk, EngineError, EngineLoad, Work
+from rubato.actors.engines.engine import CACHE, EXPORT, Cache, Chunk, EngineError, EngineLoad, StepSeen, Work
 from rubato.actors.engines.scheduler import Sequence, check
 from rubato.actors.engines.section import EngineSection
 from rubato.planning.roofline import Deployment, Roofline
-from rubato.planning.step_sums import StepSums
 from rubato.sim.engine_model import ModelledEngine
 from rubato.sim.live.environment import asked
 from rubato.sim.moves_model import PROMPT_TOKENS
@@ -86,7 +85,6 @@ class RooflineEngine:
     async def start(self) -> None:
         self._timeline = LoopTimeline()
         self._engine = ModelledEngine(self._timeline, "engine", Roofline(self._section.spec))
-        self._engine.usage.steps = StepSums()
 
     async def generate(self, work: Work) -> AsyncGenerator[Chunk, None]:
         check(work, self._section.max_len, self._section.vocab_size, self._requests)
@@ -142,12 +140,14 @@ class RooflineEngine:
         return self._section.load_s
 
     def load(self) -> EngineLoad:
-        running, slots, steps = self._engine.in_flight, self._section.num_slots, self._engine.usage.steps
+        running, slots = self._engine.in_flight, self._section.num_slots
         return EngineLoad(
             slots, max(0, running - slots), min(running, slots), self._engine.version, self._engine.suspended,
-            steps=() if steps is None else tuple(steps.values),
             prefill_tokens_s=PROMPT_TOKENS / self._engine.model.prefill_s(PROMPT_TOKENS),
         )  # fmt: skip
+
+    def observe(self, step: StepSeen) -> None:
+        self._engine.usage.seen = step
 
     async def stop(self) -> None:
         for request_id in list(self._requests):

@@ -265,9 +265,10 @@ async def test_only_a_paced_engine_counts_its_steps_and_swaps(kind, model_folder
 @pytest.mark.parametrize("kind", ["scripted paced", "torch", "torch paced"])
 async def test_an_engine_observes_what_its_steps_cost(kind, model_folder):
     async with running(kind, model_folder) as engine:
-        assert not any(engine.load().steps)
-        await collect(engine, Work("a", "s", prompt_of(1, 40), Sampling(10)))
-        sums = StepSums(engine.load().steps)
+        await collect(engine, Work("a", "s", prompt_of(2, 40), Sampling(10)))
+        sums = StepSums()
+        engine.observe(sums.add)
+        await collect(engine, Work("b", "t", prompt_of(1, 40), Sampling(10)))
 
     assert (sums.with_prompts, sums.decoding) == (1, 9)
 

@@ -32,7 +32,7 @@ from rubato.actors.orchestrator.orchestrator import Orchestrator
 from rubato.actors.orchestrator.section import OrchestratorSection
 from rubato.actors.proxy.proxy import LLMProxy
 from rubato.actors.scripted.train_engine import ScriptedTrainEngine
-from rubato.actors.training.intents import FabricIntents
+from rubato.actors.traffic.intents import FabricIntents
 from rubato.actors.training.publishing import Publisher
 from rubato.actors.weights.transport import BlobSender
 from rubato.bus.keys import new_keys

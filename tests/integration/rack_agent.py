@@ -14,11 +14,11 @@ from rubato.bus.keys import Keys
 from rubato.bus.link import Identity
 from rubato.bus.zmq import ZmqTransport
 from rubato.runtime.actor import RunInfo
+from rubato.runtime.blobs.blob_messages import NotPulled, PullBlob
 from rubato.runtime.blobs.hosts import HostBlobs
 from rubato.runtime.config import ActorConfig
 from rubato.runtime.kernel import Kernel
 from rubato.runtime.memory import MemoryBlobStore, MemoryStore
-from rubato.runtime.messages import NotPulled, PullBlob
 from rubato.runtime.observe.log import logger
 from rubato.runtime.registry import ActorRecord
 

@@ -99,7 +99,7 @@ def test_with_one_class_nothing_is_counted_and_the_job_is_that_without_affinity(
 
     assert without.run() == learned.run()
     assert costs.affinity.plans == []
-    assert all(each.usage.steps is None for each in costs.engines)
+    assert all(each.usage.seen is None for each in costs.engines)
 
 
 def test_a_domain_whose_pool_is_full_holds_up_no_other():

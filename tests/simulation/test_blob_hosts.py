@@ -14,12 +14,12 @@ from rubato.bus.message import Buffer
 from rubato.planning.relay import plan, ring_sources, sources
 from rubato.runtime.actor import Actor, RunInfo, handler
 from rubato.runtime.blobs.blob import PIECE_BYTES, BlobInfo, digest_of
+from rubato.runtime.blobs.blob_messages import BlobPiece, FindNewest, GetPiece, Newest, NotHere, NotPulled, PullBlob, Pulled
 from rubato.runtime.blobs.hosts import HostBlobs
 from rubato.runtime.blobs.patches import FULL_EVERY, put_delta
 from rubato.runtime.config import ActorConfig
 from rubato.runtime.kernel import Kernel
 from rubato.runtime.memory import MemoryBlobStore, MemoryStore
-from rubato.runtime.messages import BlobPiece, FindNewest, GetPiece, Newest, NotHere, NotPulled, PullBlob, Pulled
 from rubato.runtime.observe.log import logger
 from rubato.sim.virtual import run_virtual
 

@@ -14,10 +14,10 @@ from rubato.runtime.actor import Actor, RunInfo, handler
 from rubato.runtime.config.compose import from_mapping
 from rubato.runtime.kernel import Kernel
 from rubato.runtime.launch.agent import STOP_LIMITS_S, Hosting, JobOutcome, NodeAgent
+from rubato.runtime.launch.agent_messages import AddActors, Added, StopJob
 from rubato.runtime.launch.host_list import name_key
 from rubato.runtime.launch.hosts import TELL_S
 from rubato.runtime.memory import MemoryBlobStore, MemoryStore
-from rubato.runtime.messages import AddActors, Added, StopJob
 from rubato.runtime.observe.log import logger
 from rubato.runtime.places import HostPlaces
 from rubato.runtime.registry import LEASE_TTL_S

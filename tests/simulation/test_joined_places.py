@@ -11,8 +11,8 @@ from rubato.runtime.config.compose import from_mapping
 from rubato.runtime.host import Ending
 from rubato.runtime.kernel import Kernel
 from rubato.runtime.launch.agent import Hosting, NodeAgent
+from rubato.runtime.launch.agent_messages import AddActors, Added, NotAdded
 from rubato.runtime.memory import MemoryBlobStore, MemoryStore
-from rubato.runtime.messages import AddActors, Added, NotAdded
 from rubato.runtime.observe.log import logger
 from rubato.runtime.places import HostPlaces
 from tests.virtual import virtual

@@ -9,8 +9,8 @@ from rubato.runtime.config import ActorConfig, Section
 from rubato.runtime.config.compose import from_mapping
 from rubato.runtime.embed import embed
 from rubato.runtime.errors import LaunchError
+from rubato.runtime.launch.agent_messages import AddActors, Added, DrainActors, NotAdded, RestartActors
 from rubato.runtime.memory import MemoryStore
-from rubato.runtime.messages import AddActors, Added, DrainActors, NotAdded, RestartActors
 from rubato.runtime.registry import list_actors
 from tests.virtual import virtual
 

@@ -13,10 +13,11 @@ from rubato.bus.link import Identity
 from rubato.bus.memory import MemoryNetwork, MemoryTransport
 from rubato.planning.engine_info import WeightsNeed
 from rubato.runtime.actor import Actor, RunInfo, handler
+from rubato.runtime.blobs.blob_messages import NotPulled, PullBlob, Pulled
 from rubato.runtime.config import ActorConfig
 from rubato.runtime.kernel import NODE, Kernel
 from rubato.runtime.memory import MemoryBlobStore, MemoryStore
-from rubato.runtime.messages import CountBytes, NotPulled, PullBlob, Pulled
+from rubato.runtime.messages import CountBytes
 from rubato.runtime.observe.log import logger
 from tests.virtual import virtual
 

@@ -12,12 +12,12 @@ from rubato.bus.link import Identity
 from rubato.bus.memory import MemoryNetwork, MemoryTransport
 from rubato.runtime.actor import Actor, RunInfo, handler
 from rubato.runtime.blobs.blob import PIECE_BYTES, BlobInfo, digest_of
+from rubato.runtime.blobs.blob_messages import BlobPiece, GetPiece, NotHere
 from rubato.runtime.blobs.hosts import HostBlobs
 from rubato.runtime.blobs.patches import put_delta
 from rubato.runtime.config import ActorConfig
 from rubato.runtime.kernel import Kernel
 from rubato.runtime.memory import MemoryBlobStore, MemoryStore
-from rubato.runtime.messages import BlobPiece, GetPiece, NotHere
 from rubato.runtime.observe.log import logger
 from tests.virtual import virtual
 

@@ -25,8 +25,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from rubato.runtime.guest import Guest, join  # noqa: E402
+from rubato.runtime.launch.agent_messages import AddActors, Added, DrainActors, RestartActors  # noqa: E402
 from rubato.runtime.launch.children import start_module  # noqa: E402
-from rubato.runtime.messages import AddActors, Added, DrainActors, RestartActors  # noqa: E402
 from rubato.runtime.registry import NODE, list_actors, role_of  # noqa: E402
 
 OVERRIDES = (

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from rubato.actors.config import ProxySection
+from rubato.actors.messages.affinity import Measure, StepsMeasured
 from rubato.actors.messages.generation import (
     Abort,
     Aborted,
@@ -16,11 +17,9 @@ from rubato.actors.messages.generation import (
     HandedBack,
     InfoChanged,
     Inspect,
-    Measure,
     Resume,
     Route,
     Sampling,
-    StepsMeasured,
     Suspend,
     Tokens,
     TokensSampled,

@@ -10,8 +10,8 @@ from rubato.actors.messages.phases import PhaseIntent
 from rubato.actors.messages.weights import WeightsPublished
 from rubato.actors.ranks.head import RankedEngine
 from rubato.actors.ranks.parts import HostShare
+from rubato.actors.traffic.intents import FabricIntents
 from rubato.actors.training.hooks import Hooks, StepHook, TrainedStep, check_hooks
-from rubato.actors.training.intents import FabricIntents
 from rubato.actors.training.train_engine import TrainError
 from rubato.actors.training.trainer import Trainer
 from rubato.runtime.errors import ConfigError

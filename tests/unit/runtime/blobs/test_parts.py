@@ -3,6 +3,7 @@
 import pytest
 
 from rubato.runtime.blobs.blob import INDEX_MARK, BlobCorrupt, BlobMissing
+from rubato.runtime.blobs.blob_messages import NotPulled, Pulled
 from rubato.runtime.blobs.parts import (
     Index,
     JoinParts,
@@ -19,7 +20,6 @@ from rubato.runtime.blobs.parts import (
     whole_name,
 )
 from rubato.runtime.memory import MemoryBlobStore
-from rubato.runtime.messages import NotPulled, Pulled
 
 CONTENT = bytes(range(256)) * 5 + b"the end"
 

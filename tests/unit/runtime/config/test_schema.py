@@ -1,14 +1,19 @@
 """The fingerprint changes with what is on the wire and with nothing else."""
 
+import sys
 from typing import ClassVar
 
 import msgspec
+import pytest
 
 from rubato.bus.message import Ack, Message, Request
 from rubato.runtime.actor import Actor, Handles, handler
+from rubato.runtime.blobs.blob_messages import GetPiece
 from rubato.runtime.config.compose import from_mapping
 from rubato.runtime.config.schema import fingerprint, schema_of
 from rubato.runtime.launch import card
+from rubato.runtime.launch.agent_messages import StopJob
+from rubato.runtime.messages import Drain
 
 
 def test_defaults_and_documentation_do_not_count_and_fields_do():
@@ -42,6 +47,16 @@ def test_a_job_has_one_fingerprint_whatever_its_numbers_are():
     roles = {"sample_buffer": {"class": "rubato.actors.samples.buffer:SampleBuffer"}}
 
     assert schema_of(from_mapping({"actors": roles})) == schema_of(from_mapping({"actors": roles, "run": {"steps": 7}}))
+
+
+@pytest.mark.parametrize("message", [Drain, StopJob, GetPiece])
+def test_what_hosts_say_to_each_other_counts_in_every_job(message, monkeypatch):
+    config = from_mapping({"actors": {"sample_buffer": {"class": "rubato.actors.samples.buffer:SampleBuffer"}}})
+    before = schema_of(config)
+    changed = msgspec.defstruct(message.__name__, [("changed", int, 0)], bases=(message,), frozen=True)
+    monkeypatch.setattr(sys.modules[message.__module__], message.__name__, changed)
+
+    assert schema_of(config) != before
 
 
 class Gardener(Handles):

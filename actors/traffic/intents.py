@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from rubato.actors.messages.generation import GENERATION
 from rubato.actors.messages.phases import Phase, PhaseIntent
-from rubato.actors.plugins import load
+from rubato.actors.plugins import SIZES_APART, load
 from rubato.actors.training.hooks import StepHook, TrainedStep
 from rubato.bus.errors import AskFailed
 
@@ -68,5 +68,5 @@ class FabricIntents(StepHook):
         trainer, published, engines = self.trainer, self.trainer.out.published, self.trainer.peers(GENERATION)
         if published is None or not (trainer.peers(RANK) or published.delta_bytes or self._sizes):
             return tuple((trainer.name, engine, trainer.out.size_bytes) for engine in engines if published)
-        self._sizes = self._sizes or load("rubato.actors.training.sizes:SizesApart")(trainer)
+        self._sizes = self._sizes or load(SIZES_APART)(trainer)
         return self._sizes.of(version, published, engines)

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from rubato.actors.gateway.requests import SharedRequest, SharedRequests, in_task
 from rubato.actors.messages.generation import Aborted, Completion, Generate, Sampling, Tokens
+from rubato.actors.requests import SharedRequest, SharedRequests, in_task
 
 
 class Fatal(Exception):
