@@ -19,6 +19,7 @@ from rubato.sim.simtest import mutations
 from rubato.sim.simtest.faults import DEFAULT, KINDS, Fault
 from rubato.sim.simtest.run import Bench, faults_of, run
 from rubato.sim.simtest.search import SeedFinding, examine, first_catch
+from rubato.sim.simtest.setup import can_serve
 
 CAUGHT_WITHIN = 1000
 """Seeds by which every mutation must be caught."""
@@ -37,6 +38,12 @@ def main(argv: Sequence[str]) -> int:
     if args.mutate and args.mutate not in mutations.MUTATIONS:
         print(f"{args.mutate} is no mutation. Mutations: {', '.join(mutations.MUTATIONS)}.", file=sys.stderr)
         return 2
+    if not can_serve() and not args.worker:
+        print(
+            "left out: agents from outside, and mutations for them, since starlette is not installed: pip install -e '.[serve]'", flush=True
+        )
+        if args.mutate and mutations.MUTATIONS[args.mutate].sessions:
+            return 2
     if args.replay is not None:
         return _replay(args.replay, faults_of(args.replay, kinds, args.rounds), args.mutate)
     if args.worker:
@@ -97,7 +104,7 @@ def _print_failure(finding: SeedFinding, args: argparse.Namespace) -> None:
 
 def _mutations(args: argparse.Namespace) -> int:
     most = str(args.seeds or CAUGHT_WITHIN)
-    names = list(mutations.MUTATIONS)
+    names = [name for name, each in mutations.MUTATIONS.items() if can_serve() or not each.sessions]
     jobs = max(1, min(args.jobs, len(names)))
     commands = [["--worker", ",".join(names[i::jobs]), "--start", str(args.start), "--seeds", most] for i in range(jobs)]
     began, missed, told = time.perf_counter(), 0, 0

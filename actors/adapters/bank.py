@@ -4,7 +4,7 @@ import shutil
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -72,12 +72,12 @@ class AdapterBank:
             with self._own_random(name):
                 engine = LoraTrainEngine(self._model, train, steps=steps, seed=seed, name=f"adapter_{self._count}", beside=beside)
                 try:
-                    stands_at = engine.load(self._model_dir, checkpoint)
-                    self._held[name], self._last = engine, None
-                    self._make_room(name)
-                except BaseException:
-                    self._forget(name, engine)
-                    raise
+                    with ExitStack() as undo:
+                        undo.callback(self._forget, name, engine)
+                        stands_at = engine.load(self._model_dir, checkpoint)
+                        self._held[name], self._last = engine, None
+                        self._make_room(name)
+                        undo.pop_all()
                 finally:
                     for each in self._held.values():
                         each.let_learn()

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -60,19 +60,22 @@ def add_gradient(
     for master in masters:
         master.grad = None
     seen: list[TargetsSeen | None] = [None] * len(sequences)
-    try:
+    with ExitStack() as undo:
+        undo.callback(_put_back, masters, before)
         with nullcontext() if backward else torch.no_grad():
             for run in pack([len(each.tokens) for each in sequences], micro_batch_tokens, padded=not forward.packs(model)):
                 for index, found in zip(run, _micro_batch(model, [sequences[i] for i in run], loss, backward=backward), strict=True):
                     seen[index] = found
-    except BaseException:
-        for master, grad in zip(masters, before, strict=True):
-            master.grad = grad
-        raise
+        undo.pop_all()
     for master, grad in zip(masters, before, strict=True):
         if grad is not None:
             master.grad = grad if master.grad is None else grad.add_(master.grad)
     return [each for each in seen if each is not None]
+
+
+def _put_back(masters: Sequence[torch.nn.Parameter], gradients: Sequence[torch.Tensor | None]) -> None:
+    for master, gradient in zip(masters, gradients, strict=True):
+        master.grad = gradient
 
 
 def _micro_batch(model: Any, sequences: Sequence[TargetSequence], loss: SumLoss, *, backward: bool) -> list[TargetsSeen]:

@@ -16,7 +16,7 @@ import secrets
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from hashlib import blake2b
 from importlib.util import find_spec
 from pathlib import Path
@@ -301,12 +301,11 @@ class Mirror:
             if self._has_folders:
                 self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
             to = self._fs.open(path, "wb", block_size=BLOCK_BYTES)
-            try:
+            with ExitStack() as undo:
+                undo.push(lambda kind, error, traceback: self._drop(to, path, again=isinstance(error, GivenUp)))
                 found = self._pumped(file, to)
                 to.close()
-            except BaseException as error:
-                self._drop(to, path, again=isinstance(error, GivenUp))
-                raise
+                undo.pop_all()
             return found
 
     def _drop(self, to: Any, path: str, *, again: bool) -> None:

@@ -31,6 +31,8 @@ SAMPLE, SAMPLES = 8, 4096
 """One step in eight is timed by itself, and the newest 4,096 of these are kept: minutes of steps in some 100 kB."""
 
 Say = Callable[[Any], None]
+Command = tuple[Callable[..., Any], tuple[Any, ...], asyncio.Future[Any] | None]
+"""A method of the loop, its arguments, and who waits for what it returns."""
 """Called on the event loop with a chunk, or with the error that ended the engine."""
 
 
@@ -212,7 +214,9 @@ class StepLoop(threading.Thread):
         self._changed = threading.Condition()
         self._listening = False
         """The thread waits for the next command, whatever it is."""
-        self._commands: list[tuple[Callable[..., Any], tuple[Any, ...], asyncio.Future[Any] | None]] = []
+        self._commands: list[Command] = []
+        self._taken = deque[Command]()
+        """Commands that this thread took, and has not begun."""
         self._outbox: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
         self._ended = False
         self._replaced: Weights | None = None
@@ -319,13 +323,17 @@ class StepLoop(threading.Thread):
             if idle and self._gather_s:
                 # A command does not wake this wait: the first request waits for company, and commands with it.
                 self._changed.wait(self._gather_s)
-            commands = self._commands
-            self._commands = []
-        for command, args, reply in commands:
+            self._taken.extend(self._commands)
+            self._commands.clear()
+        while self._taken:
+            command, args, reply = self._taken.popleft()
             try:
                 result = command(*args)
             except EngineError as error:
                 self._reply(reply, error)
+            except Exception:
+                self._taken.appendleft((command, args, reply))  # for `_close`, which answers it
+                raise
             else:
                 self._reply(reply, result)
 
@@ -385,11 +393,14 @@ class StepLoop(threading.Thread):
         with self._changed:
             self._ended = True
             self.dead = dead
-            commands = self._commands
-            self._commands = []
+            commands = [*self._taken, *self._commands]
+            self._taken.clear()
+            self._commands.clear()
         error = dead or EngineDead("the engine was stopped")
-        for _, _, reply in commands:
+        for command, args, reply in commands:
             self._reply(reply, error)
+            if command == self.add:
+                self._outbox.append((args[1], (error,)))
         self._outbox += [(say, (error,)) for _, say in self._sequences.values()]
         self._sequences.clear()
 

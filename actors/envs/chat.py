@@ -477,7 +477,7 @@ def renderer_of(limits: RolloutSection, folder: Path, *, tools: Sequence[Mapping
 
 
 class Transcript:
-    """Appends, and takes back only what nothing was sampled behind. `version_first` is -1 until something was sampled."""
+    """Appends, and takes back only what nothing was sampled behind. `version_first`, the oldest that sampled, is -1 until one has."""
 
     def __init__(self, opening: bytes) -> None:
         self._tokens = bytearray(opening)
@@ -538,8 +538,8 @@ class Transcript:
             raise ValueError(f"spans of a completion cover {end} of {num} tokens")
         offset = len(self._mask)
         self._spans += [VersionSpan(span.version, offset + span.start, offset + span.end) for span in tokens.spans]
-        if self.version_first < 0:
-            self.version_first = tokens.spans[0].version
+        oldest = min(span.version for span in tokens.spans)
+        self.version_first = oldest if self.version_first < 0 else min(oldest, self.version_first)
         self._turn_at = len(self._tokens)
         self._tokens += tokens.ids
         self._mask += b"\1" * num

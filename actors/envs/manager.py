@@ -170,8 +170,8 @@ class EnvManager(plugins.Hooked[RolloutHook], Actor):
             await self._give_back()
 
     async def on_stop(self) -> None:
-        """Kill environment workers."""
-        for host in self._hosts.values():
+        """Close environments and kill their workers: the first host's last, since others may share them."""
+        for host in reversed(self._hosts.values()):
             await host.close()
 
     @handler

@@ -82,7 +82,7 @@ class Recorder:
         self.num_invalid = 0
         self.truncated = False
         self.generate_s = 0.0
-        """Seconds that turns which are over waited for their tokens."""
+        """Seconds that the turns which are over waited for their tokens."""
         self.sampled = 0
         """Tokens of the turns that are over."""
         self._context = context
@@ -165,7 +165,8 @@ class Recorder:
     async def complete(self, transcript: Transcript, sampling: Sampling) -> tuple[str, Completion]:
         """Text of the next turn, and what the engine sent, which is appended to `transcript`. Raises GaveUp, also where that is too old to train.
 
-        A request that ended early goes on from the tokens it has, under a new id; one that was not begun has not been tried.
+        A request that ended as Aborted goes on from the tokens it has, under a new id, `generate_tries` times in all. NotItsTurn does not
+        count: nothing was tried.
         """
         limits, turn = self._context.rollout, self._num_asked
         self._num_asked += 1
@@ -173,6 +174,7 @@ class Recorder:
         request_id = f"{self.key}v{self.ticket.version}.{turn}"
         prompt = transcript.prompt
         resumed, tries, is_eval = Tokens(), 0, self.ticket.purpose == "eval"
+        loop, waited_s = asyncio.get_running_loop(), 0.0
         self.check_age()
         for attempt in count():
             request = Generate(
@@ -180,14 +182,17 @@ class Recorder:
                 session=self.ticket.trajectory_id,
                 prompt=prompt,
                 sampling=sampling,
-                # Nothing older than what this trajectory began with: its age counts from there.
+                # Nothing older than what its other turns began with: its age counts from the oldest.
                 weights=WeightsNeed(max(self.ticket.version, self._version_first), exact=is_eval),
                 resumed=resumed,
                 route=Route(self.ticket.task, rollout=not is_eval),
             )
+            asked = loop.time()
             reply = await self._ask_proxy(request)
+            waited_s += loop.time() - asked
             self._num_sampled += (len(reply.tokens.ids) - len(resumed.ids)) // TOKEN_BYTES
             if isinstance(reply, Completion):
+                self.generate_s += waited_s
                 return self._append(transcript, reply), reply
             resumed = reply.tokens
             self.check_age()
@@ -235,15 +240,12 @@ class Recorder:
             raise GaveUp("stale", f"age {age} after {len(self.texts)} turns; staleness.alpha is {policy.alpha}", retry=True)
 
     async def _ask_proxy(self, request: Generate) -> GenerateReply:
-        timeout_s, loop = self._context.rollout.generate_timeout_s, asyncio.get_running_loop()
-        began = loop.time()
+        timeout_s = self._context.rollout.generate_timeout_s
         try:
             with self.waiting("generate", f"rollout.generate_timeout_s={timeout_s:g}", "llm_proxy"):
                 return await self._context.proxy.ask(request, timeout=timeout_s)
         except AskFailed as error:
             raise GaveUp("generation_failed", str(error), retry=not isinstance(error, Failed)) from error
-        finally:
-            self.generate_s += loop.time() - began
 
     def _append(self, transcript: Transcript, reply: Completion) -> str:
         num = len(reply.tokens.ids) // TOKEN_BYTES

@@ -210,7 +210,7 @@ class AgentDriver(EnvDriver):
                     session.settle()
                     await asyncio.wait((playing,), timeout=END_S)
                     playing.cancel()
-        except BaseExceptionGroup as group:
+        except ExceptionGroup as group:
             raise first_cause(group) from None
         finally:
             agents.close(session)

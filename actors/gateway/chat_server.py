@@ -138,7 +138,7 @@ class ChatServer(Actor):
             renderer, prompt, opening = await self._prompt(ask)
             async with asyncio.TaskGroup() as tasks:
                 turns = [tasks.create_task(self._turn(ask, renderer, prompt, opening, number)) for number in range(ask.n)]
-        except BaseExceptionGroup as group:
+        except ExceptionGroup as group:
             raise first_cause(group) from None
         finally:
             self._under_way -= ask.n

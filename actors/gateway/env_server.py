@@ -100,15 +100,16 @@ class Dealer(asyncio.Protocol):
         name = uuid4().hex.encode()
         reply: asyncio.Future[memoryview] = asyncio.get_running_loop().create_future()
         self._open[name] = on_delta, reply
+        found: memoryview | None = None
         try:
             self._send(name, method, payload)
-            return await reply
-        except BaseException:  # it is of no use any more, whatever ended it
-            with suppress(ServerLost):
-                self._send(uuid4().hex.encode(), "cancel", {"request_id": name.decode()})
-            raise
+            found = await reply
+            return found
         finally:
             del self._open[name]
+            if found is None:  # the reply is of no use any more, whatever ended the wait for it
+                with suppress(ServerLost):
+                    self._send(uuid4().hex.encode(), "cancel", {"request_id": name.decode()})
 
     def _send(self, name: bytes, method: str, payload: Mapping[str, Any]) -> None:
         if self.lost.done():

@@ -212,7 +212,7 @@ class EpisodeDriver:
                     await session.drive(recorder)
                     session.settle()
                     trace = await playing
-        except BaseExceptionGroup as group:
+        except ExceptionGroup as group:
             raise first_cause(group) from None
         finally:
             self._episodes.close(session)

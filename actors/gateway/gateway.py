@@ -14,7 +14,7 @@ import secrets
 import socket
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 from urllib.parse import urlsplit
@@ -374,13 +374,13 @@ class Gateway(EnvManager):
         self._openings.append(waiting)
         self._openings_changed()
         try:
-            async with asyncio.timeout(self._section.wait_s), until_gone(request):
-                session, prompt, tools = await waiting.opened
-        except BaseException as why:
-            waiting.leave()
-            if isinstance(why, TimeoutError):
-                raise Refused(503, "no_room", self._why_no_room()) from None
-            raise
+            with ExitStack() as undo:
+                undo.callback(waiting.leave)
+                async with asyncio.timeout(self._section.wait_s), until_gone(request):
+                    session, prompt, tools = await waiting.opened
+                undo.pop_all()
+        except TimeoutError:
+            raise Refused(503, "no_room", self._why_no_room()) from None
         finally:
             if waiting in self._openings:
                 self._openings.remove(waiting)

@@ -309,5 +309,5 @@ async def _until_disconnected(request: "Request") -> AsyncGenerator[None]:
             watching = tasks.create_task(watch())
             yield
             watching.cancel()
-    except BaseExceptionGroup as group:
+    except ExceptionGroup as group:
         raise first_cause(group) from None

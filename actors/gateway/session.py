@@ -3,6 +3,7 @@
 import asyncio
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
@@ -399,16 +400,20 @@ class Session:
     async def _sample_each(self, ask: Ask | AskTokens, asked: Prompt) -> list[Sampled]:
         """All answers to one request, or none: what was sampled of others is left out where one can't be had, or their client left."""
         turns: list[asyncio.Task[Sampled]] = []
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                turns = [tasks.create_task(self._sample(ask, asked, alone=True)) for _ in range(ask.n)]
-        except BaseException as why:
+
+        def leave_out() -> None:
             for turn in turns:
                 if not turn.cancelled() and turn.exception() is None:
                     self.recorder.transcripts.remove(turn.result().transcript)
-            if isinstance(why, BaseExceptionGroup):
-                raise first_cause(why) from None
-            raise
+
+        try:
+            with ExitStack() as undo:
+                undo.callback(leave_out)
+                async with asyncio.TaskGroup() as tasks:
+                    turns += [tasks.create_task(self._sample(ask, asked, alone=True)) for _ in range(ask.n)]
+                undo.pop_all()
+        except ExceptionGroup as group:
+            raise first_cause(group) from None
         return [turn.result() for turn in turns]
 
     async def _sample(self, ask: Ask | AskTokens, asked: Prompt, *, alone: bool = False) -> Sampled:
@@ -418,14 +423,13 @@ class Session:
         if is_new := transcript not in recorder.transcripts:
             recorder.transcripts.append(transcript)
         prompt = transcript.prompt
-        try:
-            text, completion = await recorder.complete(transcript, self._sampling(ask, self._max_len - asked.num))
-        except BaseException:  # or its client left: asked again, the turn goes on from where this one did
+        with ExitStack() as undo:  # also where its client leaves: asked again, the turn goes on from where this one did
             if is_new:
-                recorder.transcripts.remove(transcript)
+                undo.callback(recorder.transcripts.remove, transcript)
             else:
-                self.forest.withdrawn(place, transcript)
-            raise
+                undo.callback(self.forest.withdrawn, place, transcript)
+            text, completion = await recorder.complete(transcript, self._sampling(ask, self._max_len - asked.num))
+            undo.pop_all()
         return Sampled(transcript, prompt, text, completion)
 
     def _answer(self, ask: Ask | AskTokens, asked: Prompt, turn: Sampled, number: int, choice: int) -> Answer:

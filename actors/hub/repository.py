@@ -6,7 +6,7 @@ Its library is imported here alone, and this where a config names something at t
 import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path, PurePosixPath
 from typing import Literal, NamedTuple
 
@@ -96,15 +96,14 @@ def bring(name: HubName, kind: Kind, wanted: Mapping[str, int], given: str, tell
     with ThreadPoolExecutor(AT_ONCE) as threads:
         largest_first = sorted(wanted, key=lambda file: -wanted[file])
         fetching = {threads.submit(file_of, name, file, kind, given): file for file in largest_first}
-        try:
+        with ExitStack() as undo:
+            undo.callback(threads.shutdown, cancel_futures=True)
             for each in as_completed(fetching):
                 file = fetching[each]
                 found[file] = each.result()
                 done += wanted[file]
                 tell(f"{name.repo} from the hub, {done / 1e9:.1f} of {total / 1e9:.1f} GB", done / max(1, total))
-        except BaseException:
-            threads.shutdown(cancel_futures=True)
-            raise
+            undo.pop_all()
     return found
 
 

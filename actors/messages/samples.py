@@ -160,11 +160,14 @@ class Trajectory(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def version_first(self) -> int:
-        """Weight version of the first sampled token: age counts from it. Raises ValueError where nothing was sampled."""
-        for segment in self.segments:
-            for span in segment.spans:
-                return span.version
-        raise ValueError(f"trajectory {self.ticket.trajectory_id} has no first version: nothing of it was sampled")
+        """The oldest weight version that sampled a token of it: age counts from that. Raises ValueError where nothing was sampled.
+
+        It is the first, but where a turn went on at an engine that was behind, or several contexts were sampled at once.
+        """
+        versions = [span.version for segment in self.segments for span in segment.spans]
+        if not versions:
+            raise ValueError(f"trajectory {self.ticket.trajectory_id} has no first version: nothing of it was sampled")
+        return min(versions)
 
 
 class PolicyState(Message, frozen=True):
@@ -250,7 +253,7 @@ class GiveUp(Request[Stored], frozen=True):
     detail: str = ""
     retry: bool = False
     tokens: int = 0
-    """Sampled until then."""
+    """Sampled by turns that were over, or that were to go on elsewhere."""
     turns: int = 0
     played: Trajectory | None = None
     """What was shown and sampled until then, to be read; no longer than a trajectory may be."""

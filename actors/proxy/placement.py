@@ -183,7 +183,7 @@ class Placement:
         self.seats: dict[str, EngineSeat] = {}
         """The engines that may be given requests."""
         self.located: dict[str, str] = {}
-        """Request id → engine, for requests that engines ran or kept when this proxy started, or went on with elsewhere."""
+        """Request id → the engine that has it already: found there as this proxy started, or named by a HandedOver. Its next ask goes there."""
         self._line: Line[ProxyRequest] = Line()
         self._max_waiting = max_waiting
 

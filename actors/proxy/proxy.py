@@ -255,14 +255,19 @@ class LLMProxy(plugins.Hooked[ProxyHook], Actor):
             self.metrics.gauge("proxy/queued", self.placement.num_waiting)
         else:
             shared.take_away()
+        self._went()
 
     def _end(self, shared: ProxyRequest, outcome: Completion | Aborted | Exception) -> None:
         self.metrics.observe("proxy/latency_s", asyncio.get_running_loop().time() - shared.began)
-        self.metrics.gauge("proxy/in_flight", len(self.requests.running) - 1)
         self.placement.picker.ended(shared, outcome)
         for hook in self.hooks:
             hook.ended(shared, outcome)
         shared.run.set_result(outcome)
+        self._went()
+
+    def _went(self) -> None:
+        """A request is over, and still in the table for a moment."""
+        self.metrics.gauge("proxy/in_flight", len(self.requests.running) - 1)
         self._came_or_went()
 
     def _came_or_went(self) -> None:

@@ -320,7 +320,7 @@ class RankedEngine:
                 watching = tasks.create_task(self._watch())
                 await asyncio.wait([working])
                 watching.cancel()
-        except BaseExceptionGroup as group:
+        except ExceptionGroup as group:
             error = first_cause(group)
             if isinstance(error, RanksLost):
                 if held := [name for name, record in self._members.items() if name not in self._far and is_stopped(record.pid)]:

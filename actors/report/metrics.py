@@ -121,7 +121,7 @@ METRICS: Section = {
         M("rollout/reward_each_s", "s", "what one trajectory more takes of such a worker in a call, fitted to the newest calls", NO_CALL),
         M("rollout/reward_alone_s", "s", "what a call of one trajectory takes, by the same fit", NO_CALL),
         M("rollout/slots", "requests", "that the engines decode at once"),
-        M("rollout/error_frac", "share", "of all rollouts since the environment managers started, those that failed"),
+        M("rollout/error_frac", "share", "of all attempts since the environment managers started, those of which no sample came, but for cancelled ones"),
     ),
     "What became of every token": (
         M("tokens/generated", "tokens", "sampled in rollouts that ended, however they did: the sum of the other `tokens/…`"),

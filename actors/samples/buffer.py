@@ -1,4 +1,4 @@
-"""SampleBuffer: the only source of work and the only judge of age; a slot is freed when its group was trained or dropped.
+"""SampleBuffer: the only source of work, with the last word on age; a slot is freed when its group was trained or dropped.
 
 Every handler changes the groups in memory, waits for the journal's write, and only then answers.
 """
@@ -497,7 +497,7 @@ class SampleBuffer(Actor):
         self._outcomes.set()
 
     def _freed(self) -> None:
-        """As `_wake`, where nothing came that a batch or a round waits for: two claims must not wake each other for ever."""
+        """Wake admission and the journal alone: each claim calls this, and two that wait would wake each other for ever."""
         self._slots.set()
         self._journal.poke()
 

@@ -112,7 +112,7 @@ class Training(msgspec.Struct):
     """Where training stands."""
 
     version: int = 0
-    """The newest published weights: steps trained so far."""
+    """Steps trained so far, by the newest Claim or Advance. The weights of the last may be on their way yet."""
     committed: int = 0
     """Steps that a durable checkpoint covers."""
     term: int = msgspec.field(default=0, name="epoch")
@@ -184,6 +184,20 @@ class Member(msgspec.Struct, array_like=True):
     @property
     def settled(self) -> bool:
         return self.state in ("scored", "failed")
+
+    @property
+    def is_lost(self) -> bool:
+        """Taken back without a word of its holder, which may be heard of yet."""
+        return self.state == "pending" and bool(self.holder)
+
+    def heard_of(self, holder: str, incarnation: int) -> bool:
+        """Its attempt runs, at `holder` as that is now. Whether this changed anything."""
+        was = self.state, self.incarnation
+        if self.state == "pending":
+            self.state = "running"
+        if self.holder == holder:
+            self.incarnation = max(self.incarnation, incarnation)
+        return (self.state, self.incarnation) != was
 
     def oldest_version(self, now: int) -> int:
         """The version that its first token has, or may still get, at weight version `now`."""

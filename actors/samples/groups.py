@@ -211,13 +211,13 @@ class Groups:
                 kept.append(ticket)
         return kept
 
-    def renew(self, trajectory: str, attempt: int, now: float) -> None:
-        """Renew a lease; a ticket that lapsed and was not issued again yet is revived."""
+    def renew(self, trajectory: str, attempt: int, now: float, holder: str = "", incarnation: int = 0) -> None:
+        """Renew a lease; a ticket that lapsed and was not issued again yet is revived. A `holder` that came back has it as what it is now."""
         found = self.find(trajectory)
         if found is None or found[1].attempt != attempt or found[0].state != "open":
             return
-        if found[1].state == "pending":
-            found[1].state = "running"
+        self.training.tally.lost_attempts -= found[1].is_lost
+        if found[1].heard_of(holder, incarnation):
             self._changed(found[0])
         if found[1].state == "running":
             self._lease(trajectory, now)
@@ -232,7 +232,7 @@ class Groups:
             return ""
         group, member = found
         if member.state == "pending":  # it lapsed before: only what it had sampled is new
-            if spent is not None and member.holder:
+            if spent is not None and member.is_lost:
                 member.holder = ""
                 self.training.tally.lost_attempts -= 1
                 self._tell(group, spent.tokens, "retried")
@@ -259,6 +259,7 @@ class Groups:
         One that would be too old for the next step to be claimed ends `stale`.
         """
         group, index = self._place(trajectory)
+        self.training.tally.lost_attempts -= group.members[index].is_lost
         group.members[index].outcome = outcome
         self._tell(group, outcome.tokens)
         if group.purpose == "train" and is_stale(outcome.version_first, self.base, self.alpha):
@@ -339,9 +340,8 @@ class Groups:
         Raises OutOfOrder for a step that is committed, and for one whose predecessor has no groups: the Store forgot them.
         """
         if step <= self.training.committed:
-            raise OutOfOrder(
-                f"step {step} was claimed, but {self.training.committed} is committed already: the trainer begins again with its checkpoint"
-            )
+            done = self.training.committed
+            raise OutOfOrder(f"step {step} was claimed, but {done} is committed already: the trainer begins again with its checkpoint")
         if step > self.last_bound + 1:
             raise OutOfOrder(
                 f"step {step} was claimed, but {self.last_bound} is the last that has groups: "

@@ -73,7 +73,7 @@ class Holders:
         """Renew what `holder` runs, and cancel what it runs in vain. What it was given and does not know of was lost on the way."""
         now = asyncio.get_running_loop().time()
         for trajectory, attempt in held:
-            self.groups.renew(trajectory, attempt, now)
+            self.groups.renew(trajectory, attempt, now, holder, incarnation)
         self.granted()
         if in_vain := [each for each in held if not self.groups.wants(*each)]:
             self.groups.cancels.setdefault((holder, incarnation), []).extend(in_vain)

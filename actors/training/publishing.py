@@ -53,7 +53,7 @@ class Publisher:
     async def publish(self, step: int, term: int, engine: WeightsSource) -> None:
         """Take version `step` out of `engine`, which may train on when this returns.
 
-        What is left goes on beside that: the version is written to its end, announced, and the slots of its samples are freed. One
+        What is left goes on beside that: the version is written to its end, announced, and reported to the sample buffer, which may know it by the next claim already. One
         version at a time, so this waits for the one before. Raises TrainError for weights that are none, as `announced` does.
         """
         actor = self._actor

@@ -248,6 +248,7 @@ class Trainer(Actor):
             return
         claimed = loop.time()
         await self._hooks.call(StepHook.before_step, step)
+        began = loop.time()
         async with self.lease(TRAINING) as held:
             waiting, cpu_s = self.waits.on(f"step {step}", stage="train", blocks_actor=True), process_time()
             with waiting, self.metrics.busy(), self.trace.span("train_step", "train", step=step):
@@ -259,7 +260,7 @@ class Trainer(Actor):
         await self._publish()
         times = {
             "time/wait_for_batch": claimed - asked,
-            "time/train": trained - claimed - held.waited_s,
+            "time/train": trained - began - held.waited_s,
             "time/publish": loop.time() - trained,
             **held.figures,
         }
@@ -310,8 +311,8 @@ class Trainer(Actor):
         return None
 
     async def _publish(self) -> None:
-        """Publish version `step`. Steps that are only replayed are older than what engines hold: as the buffer knows it now, which may have
-        lost its newest step with the Store."""
+        """Publish version `step`, unless the buffer knows a newer one: after a restart steps are replayed that engines are past. The buffer is
+        asked anew, since it may have lost its newest step with the Store."""
         self._policy = await self.out.announced() or self._policy
         if self._policy.version > self._step:
             self._policy = await self._buffer.ask(Advance(self._step, self.term), timeout=ASK_S)

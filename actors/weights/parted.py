@@ -21,7 +21,7 @@ async def whole_image(actor: Actor, info: BlobInfo, index: memoryview, *, by_rin
                 if part.node != actor.node:
                     here = BlobInfo(part.name, version, term, part.digest, part.size_bytes)
                     tasks.create_task(Relayed(actor, part.node, by_rings=by_rings).pull(here, part.delta, part.delta_bytes))
-    except BaseExceptionGroup as group:
+    except ExceptionGroup as group:
         raise first_cause(group) from None
     try:
         reply = await actor.ref(actor.node).ask(JoinParts(name, version, term), timeout=PULL_S)

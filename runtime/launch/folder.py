@@ -8,7 +8,7 @@ import shlex
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import IO, NamedTuple
@@ -261,15 +261,14 @@ class RunFolder:
             self._check_new(resume=False, force=False)
             shutil.rmtree(room, ignore_errors=True)
             room.mkdir(mode=0o700)
-            try:
+            with ExitStack() as undo:
+                undo.callback(shutil.rmtree, room, ignore_errors=True)
                 told = bring(room)
                 draft = room / f".{self.config.name}"
                 with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
                     file.write(config)
                 draft.replace(room / self.config.name)
-            except BaseException:
-                shutil.rmtree(room, ignore_errors=True)
-                raise
+                undo.pop_all()
         for entry in sorted(room.iterdir(), key=lambda entry: entry.name == self.config.name):
             entry.replace(self.path / entry.name)
         room.rmdir()

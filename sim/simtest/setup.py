@@ -1,5 +1,6 @@
 """How large a simulated job is and how it is configured: drawn from the seed, like its faults."""
 
+import importlib.util
 import random
 from collections.abc import Mapping
 from pathlib import Path
@@ -97,8 +98,13 @@ class Setup(NamedTuple):
         return ["sample_buffer-1", "llm_proxy-1", *engines, "reward_service-1", *self.managers, "trainer-1"]
 
 
+def can_serve() -> bool:
+    """Whether a gateway can run here: its package is an extra."""
+    return importlib.util.find_spec("starlette") is not None
+
+
 def draw(seed: int, *, sessions: bool | None = None) -> Setup:
-    """`sessions`: whether agents from outside play; else the seed says it."""
+    """`sessions`: whether agents from outside play; else the seed says it, where a gateway can run."""
     of_sessions = random.Random(f"{seed}/sessions")
     are_drawn, trains_all = of_sessions.random() < SESSIONS_SHARE, of_sessions.random() < 0.25
     drops = random.Random(f"{seed}/stragglers").random() < DROPS_SHARE
@@ -123,7 +129,7 @@ def draw(seed: int, *, sessions: bool | None = None) -> Setup:
         tail=rng.random() < 0.15,
         drops=drops,
     )
-    if sessions if sessions is not None else are_drawn:
+    if sessions if sessions is not None else are_drawn and can_serve():
         return drawn._replace(sessions=True, trains_all=trains_all, steps=int(SESSIONS_STEPS * drawn.steps))
     return drawn
 

@@ -254,6 +254,53 @@ async def test_a_step_that_fails_ends_the_engine_and_everybody_hears_why(tmp_pat
     assert all("out of memory" in str(result) for result in results)
 
 
+async def test_a_request_that_waits_for_its_turn_hears_too_that_a_step_failed(tmp_path):
+    engine = await started(write_model(tmp_path))
+    begun, may_fail = threading.Event(), threading.Event()
+
+    def broken(rows):
+        begun.set()
+        may_fail.wait(30)
+        raise RuntimeError("out of memory")
+
+    engine.started().runner.step = broken
+    async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+        works = [Work(name, "", (5, 6), Sampling(4)) for name in ("first", "second")]
+        asking = [tasks.create_task(outcome(collect(engine, works[0])))]
+        await asyncio.to_thread(begun.wait, 30)
+        asking.append(tasks.create_task(outcome(collect(engine, works[1]))))
+        await asyncio.sleep(0)
+        may_fail.set()
+    await engine.stop()
+
+    assert [type(asked.result()) for asked in asking] == [EngineDead, EngineDead]
+
+
+async def test_commands_behind_one_that_breaks_the_engine_are_answered(tmp_path):
+    engine = await started(write_model(tmp_path))
+    held = threading.Event()
+
+    def breaks():
+        raise RuntimeError("out of memory")
+
+    engine.started().post(held.wait, 30)
+    async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
+        commands = [engine.command(lambda steps: breaks()), engine.suspend(), collect(engine, Work("a", "", (5, 6), Sampling(4)))]
+        asking = [tasks.create_task(outcome(command)) for command in commands]
+        await asyncio.sleep(0)
+        held.set()
+    await engine.stop()
+
+    assert [type(asked.result()) for asked in asking] == [EngineDead] * 3
+
+
+async def outcome(asked):
+    try:
+        return await asked
+    except EngineDead as error:
+        return error
+
+
 async def test_an_idle_engine_that_gathers_shares_its_first_step(tmp_path, monkeypatch):
     """Four requests that arrive one by one meet in one step; an engine that does not gather would begin with the first."""
     engine = await started(write_model(tmp_path), gather_s=1.0)

@@ -410,6 +410,28 @@ async def test_a_draining_engine_hands_its_requests_back_with_their_tokens(bench
     assert all(len(reply.tokens.ids) >= 20 for reply in replies)
 
 
+class EndsBetweenSteps(ScriptedEngine):
+    """As one whose requests end between two steps of a tenth of a second."""
+
+    async def abort(self, request_id):
+        await asyncio.sleep(0.1)
+        await super().abort(request_id)
+
+
+@simulated(kind=f"{__name__}:EndsBetweenSteps")
+async def test_a_draining_engine_hands_all_of_its_requests_back_within_one_step(bench, worker):
+    loop = asyncio.get_running_loop()
+    asking = [bench.tasks.create_task(bench.ask(request(f"r{i}", 1000))) for i in range(5)]
+    await asyncio.sleep(0.1)
+    began = loop.time()
+
+    bench.kernels["engine-1"].stop()
+    replies = [await ask for ask in asking]
+
+    assert {type(reply) for reply in replies} == {HandedBack}
+    assert loop.time() - began < 0.15  # of virtual time
+
+
 @simulated()
 async def test_a_request_that_can_never_run_fails_its_ask_only(bench, worker):
     try:

@@ -1,6 +1,7 @@
 """The environment manager on real kernels over the memory transport, with a sample buffer and a proxy that are small actors."""
 
 import asyncio
+import os
 import threading
 from array import array
 from contextlib import asynccontextmanager
@@ -186,6 +187,16 @@ class ByTask(Told):
         return {"near": "one step", "far": "ten steps"}[task], {}
 
 
+class Leaving(Told):
+    """Leaves a file where it is closed."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def close(self):
+        (Path(self.folder) / f"{os.getpid()}.{id(self)}").touch()
+
+
 class Raising:
     """Raises in its resets."""
 
@@ -362,6 +373,20 @@ async def cluster(tmp_path, *, tickets, mute=False, engine=False, **sections):
         yield made
         for task in made.serving.values():
             task.cancel()
+
+
+async def test_environments_of_all_tasks_are_closed_though_tasks_share_their_workers(tmp_path):
+    folder = tmp_path / "closed"
+    folder.mkdir()
+    tasks = {name: {"class": f"{__file__}:Leaving", "kwargs": {"folder": str(folder)}} for name in ("near", "far")}
+    async with cluster(tmp_path, tickets=0, env={"isolation": "process", "workers": 1}, tasks=tasks) as made:
+        Buffer.tickets = [Ticket(f"t{i}", "g1", 1, i, i, 0, task=name) for i, name in enumerate(("near", "far"))]
+        await made.buffer.until(lambda: len(Buffer.put) == 2)
+
+        made.kernel.stop()
+        await made.serving["env_manager-1"]
+
+        assert len(list(folder.iterdir())) == 2
 
 
 async def test_every_ticket_ends_in_a_scored_put_and_never_more_run_than_allowed(tmp_path):

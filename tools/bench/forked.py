@@ -37,7 +37,7 @@ def _fork(rank: int, path: Path, work: Callable[[int], Any]) -> int:
     try:
         path.write_bytes(msgspec.msgpack.encode(work(rank)))
         code = 0
-    except BaseException:  # noqa: BLE001 - told by the parent
+    except Exception:  # noqa: BLE001 - told by the parent
         path.with_suffix(f"{path.suffix}.error").write_text(traceback.format_exc())
     finally:
         sys.stdout.flush()

@@ -119,7 +119,7 @@ def _child(be: Callable[[], int], parent: int, log: Path | None = None) -> NoRet
             os.dup2(file, 1)
             os.dup2(file, 2)
         code = be()
-    except BaseException:  # noqa: BLE001 - its log has it
+    except Exception:  # noqa: BLE001 - its log has it
         traceback.print_exc()
     finally:
         with suppress(OSError, ValueError):

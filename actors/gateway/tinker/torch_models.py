@@ -1,7 +1,7 @@
 """Tinker's operations on adapters of a transformers model."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -67,12 +67,11 @@ class TorchModels:
 
     def _begin(self, name: str, begin: Begin) -> None:
         self._bank.add(name, self._train.model_copy(update={"lora": self._lora(begin)}), steps=1, seed=begin.seed)
-        try:
+        with ExitStack() as undo:
+            undo.callback(self._bank.drop, name)
             if begin.start:
                 self._bank.set_to(name, Path(begin.start), optimizer=begin.optimizer)
-        except BaseException:
-            self._bank.drop(name)
-            raise
+            undo.pop_all()
 
     def _lora(self, begin: Begin) -> LoraSection:
         """Modules by the end of their name where they have it in every layer, else those that aren't experts."""

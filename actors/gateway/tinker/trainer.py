@@ -3,6 +3,7 @@
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -303,11 +304,10 @@ class TinkerTrainer(Actor):
     def _restore(self, name: str, folder: Path, state: State) -> None:
         begin = state.begin
         self._tuned.begin(name, Begin(begin.base, begin.rank, begin.seed, begin.train_attn, begin.train_mlp, begin.train_unembed))
-        try:
+        with ExitStack() as undo:
+            undo.callback(self._tuned.drop, name)
             self._tuned.set_to(name, folder, optimizer=True, gradient=True)
-        except BaseException:
-            self._tuned.drop(name)
-            raise
+            undo.pop_all()
 
     async def _make_place(self) -> None:
         """Where as many are held as can be, the one that was asked for longest ago is written, and comes back when it is asked for. Raises

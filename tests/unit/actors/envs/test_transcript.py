@@ -31,6 +31,15 @@ def test_spans_become_positions_in_the_segment_and_only_sampled_tokens_are_train
     assert transcript.version_first == 3
 
 
+def test_the_oldest_version_counts_where_a_turn_went_on_at_an_engine_that_was_behind():
+    transcript = Transcript(ids(1))
+
+    transcript.sample(Tokens(ids(4, 5), array("f", [-0.5] * 2).tobytes(), (VersionSpan(8, 0, 1), VersionSpan(7, 1, 2))))
+    transcript.sample(tokens(6, version=9))
+
+    assert transcript.version_first == 7
+
+
 @pytest.mark.parametrize(
     "wrong",
     [

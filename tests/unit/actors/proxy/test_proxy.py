@@ -6,6 +6,7 @@ import pytest
 
 from rubato.actors.messages.generation import Abort, Aborted, Generate, Resume, Suspend, VersionSpan
 from rubato.actors.messages.phases import PhaseIntent
+from rubato.actors.proxy.picker import ProxyHook
 from rubato.bus.errors import Failed
 from rubato.planning.engine_info import WeightsId
 
@@ -18,6 +19,36 @@ def test_a_request_is_answered_by_an_engine(scene, ids_of):
         engine.complete("r1", [5, 6, 99])
 
         assert ids_of(await asking) == [5, 6, 99]
+
+    scene(play)
+
+
+class Counts(ProxyHook):
+    """How many requests run, each time that one came or went."""
+
+    def __init__(self, proxy):
+        super().__init__(proxy)
+        self.running = []
+
+    def came_or_went(self):
+        self.proxy.spawn(self._look(), name="look")
+
+    async def _look(self):
+        self.running.append(len(self.proxy.requests.running))
+
+
+def test_a_request_whose_asker_went_away_is_told_of_as_one_that_ended(scene):
+    async def play(stage):
+        await stage.joins("engine-1")
+        counts = Counts(stage.proxy)
+        stage.proxy.hooks.append(counts)
+        asking = await stage.ask("r1")
+
+        asking.cancel()
+        await stage.settle()
+
+        assert counts.running == [1, 0]
+        assert stage.proxy.metrics.snapshot()["proxy/in_flight"] == 0
 
     scene(play)
 

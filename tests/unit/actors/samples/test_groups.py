@@ -534,6 +534,28 @@ def test_of_an_attempt_whose_holder_died_nobody_knows_what_it_sampled(groups):
     assert (tally.lost_attempts, tally.generated) == (1, 0)
 
 
+@pytest.mark.parametrize("heard_of", ["renewed", "scored"])
+def test_an_attempt_that_is_heard_of_after_all_was_not_lost(groups, heard_of):
+    (ticket,) = issue(groups, 1)
+    groups.take_back(ticket.trajectory_id, "lease_lapsed", counted=True)
+
+    if heard_of == "renewed":
+        groups.renew(ticket.trajectory_id, ticket.attempt, 5.0)
+    else:
+        groups.score(ticket.trajectory_id, Outcome(0, 1.0, 30, 2), b"")
+
+    assert groups.training.tally.lost_attempts == 0
+
+
+def test_a_holder_that_came_back_has_its_rollouts_as_what_it_is_now(groups):
+    one, two = issue(groups, 2)
+    for ticket in (one, two):
+        groups.renew(ticket.trajectory_id, ticket.attempt, 5.0, groups.find(ticket.trajectory_id)[1].holder, 7)
+    groups.renew(two.trajectory_id, two.attempt, 6.0, "another", 9)
+
+    assert [member.incarnation for _, member in groups.running()] == [7, 7]
+
+
 def test_a_new_held_out_round_ends_the_one_that_is_not_finished(groups):
     groups.round("eval-a", 3)
     (ticket,) = issue(groups, 1)
