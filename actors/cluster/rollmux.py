@@ -8,7 +8,6 @@ memory. An actor whose permit is lost computes nothing more: it looks by its own
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from rubato.actors import plugins
@@ -97,8 +96,7 @@ class PoolLease:
         if self.engine is not None:
             began = asyncio.get_running_loop().time()
             await self.actor.offload(self.engine.wake)
-            seconds = asyncio.get_running_loop().time() - began
-            self.actor.log.info("woke", phase=grant.phase, term=grant.term, seconds=seconds)
+            self.actor.log.info("woke", phase=grant.phase, term=grant.term, seconds=asyncio.get_running_loop().time() - began)
 
     @asynccontextmanager
     async def __call__(self, phase: str) -> AsyncGenerator["Turn"]:
@@ -140,8 +138,7 @@ class PoolLease:
 
     def lost(self, grant: Grant) -> None:
         """The user hears of it."""
-        what = f"the permit of {grant.pool} was lost: it was not renewed in time"
-        self.actor.notice(f"{what}. {GOES_ON[grant.phase]} with the next one")
+        self.actor.notice(f"the permit of {grant.pool} was lost: it was not renewed in time. {GOES_ON[grant.phase]} with the next one")
 
 
 async def _end(scope: asyncio.Timeout, leaving: asyncio.Event) -> None:
@@ -171,7 +168,10 @@ class Turn(Held):
 
     async def run(self, parts: Generator[None, None, ResultT]) -> ResultT:
         """One by one, each of which begins under the permit."""
-        part = partial(advance, parts)
+
+        def part() -> ResultT | None:
+            return advance(parts)
+
         result = await self.compute(part)
         while result is None:
             try:
