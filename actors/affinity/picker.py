@@ -83,6 +83,8 @@ class AffinityPicker(LeastLoaded):
         self._sums: dict[str, StepSums] = {}
         self._counted: dict[str, Sequence[float]] = {}
         """Of each engine, what `_sums` has of it."""
+        self._asked: set[str] = set()
+        """Engines that sum up their steps, which they do from when they are first asked."""
         self._held: dict[str, int] = {}
         """Session → tokens of its last turn, which its engine may hold in its KV cache."""
         self._is_told = False
@@ -101,17 +103,19 @@ class AffinityPicker(LeastLoaded):
         if name is None:
             record = self._actor.directory.find(engine.name)
             name = self._class_of[engine.name] = (record.hardware if record is not None else "") or "unnamed"
-            if self._learns and self._binding.shares and name not in self._sums:
+            if self._learns and self._binding.shares and measured(name, 1, 1.0, self._sums.get(name, StepSums())) is None:
                 self._binding.share_out({})
                 self._actor.notice(f"affinity: {name} is new, so every class is open to all until it is measured")
         self._classes.setdefault(name, {})[engine.name] = engine
-        for each in self._class_of.keys() - self._counted.keys() if self.learning else ():  # they sum up from when they are first asked
+        for each in self._class_of.keys() - self._asked if self.learning else ():
+            self._asked.add(each)
             self._actor.spawn(self._measure(each), name=f"{self._actor.name}.measure")
         return self
 
     def left(self, engine: "EngineSeat") -> None:
         name = self._class_of.pop(engine.name, "")
         self._counted.pop(engine.name, None)
+        self._asked.discard(engine.name)
         engines = self._classes.get(name, {})
         engines.pop(engine.name, None)
         if not engines:

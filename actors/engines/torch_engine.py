@@ -31,9 +31,10 @@ SAMPLE, SAMPLES = 8, 4096
 """One step in eight is timed by itself, and the newest 4,096 of these are kept: minutes of steps in some 100 kB."""
 
 Say = Callable[[Any], None]
-Command = tuple[Callable[..., Any], tuple[Any, ...], asyncio.Future[Any] | None]
-"""A method of the loop, its arguments, and who waits for what it returns."""
 """Called on the event loop with a chunk, or with the error that ended the engine."""
+
+Command = tuple[Callable[..., Any], tuple[Any, ...], asyncio.Future[Any] | None]
+"""A method of the loop, its arguments, and the future that gets what it returns, where one waits."""
 
 
 class TorchEngine:

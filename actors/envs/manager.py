@@ -171,7 +171,11 @@ class EnvManager(plugins.Hooked[RolloutHook], Actor):
 
     async def on_stop(self) -> None:
         """Close environments and kill their workers: the first host's last, since others may share them."""
-        for host in reversed(self._hosts.values()):
+        hosts = [*self._hosts.values()]
+        async with asyncio.TaskGroup() as tasks:
+            for host in hosts[1:]:
+                tasks.create_task(host.close())
+        for host in hosts[:1]:
             await host.close()
 
     @handler

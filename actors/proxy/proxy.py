@@ -161,6 +161,7 @@ class LLMProxy(plugins.Hooked[ProxyHook], Actor):
     def _begin(self, shared: ProxyRequest) -> Run:
         """See the request through, from engine to engine if need be."""
         shared.run = asyncio.get_running_loop().create_future()
+        shared.run.add_done_callback(self._went)  # before the table's own, which takes it out
         self.metrics.gauge("proxy/in_flight", len(self.requests.running))
         self._go_on(shared)
         self._came_or_went()
@@ -255,7 +256,6 @@ class LLMProxy(plugins.Hooked[ProxyHook], Actor):
             self.metrics.gauge("proxy/queued", self.placement.num_waiting)
         else:
             shared.take_away()
-        self._went()
 
     def _end(self, shared: ProxyRequest, outcome: Completion | Aborted | Exception) -> None:
         self.metrics.observe("proxy/latency_s", asyncio.get_running_loop().time() - shared.began)
@@ -263,10 +263,9 @@ class LLMProxy(plugins.Hooked[ProxyHook], Actor):
         for hook in self.hooks:
             hook.ended(shared, outcome)
         shared.run.set_result(outcome)
-        self._went()
 
-    def _went(self) -> None:
-        """A request is over, and still in the table for a moment."""
+    def _went(self, run: Run) -> None:
+        """A request has its answer, or its last asker left; it is still in the table."""
         self.metrics.gauge("proxy/in_flight", len(self.requests.running) - 1)
         self._came_or_went()
 

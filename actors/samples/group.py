@@ -185,15 +185,20 @@ class Member(msgspec.Struct, array_like=True):
     def settled(self) -> bool:
         return self.state in ("scored", "failed")
 
+    def unsent(self) -> None:
+        """Its newest ticket never left for its holder."""
+        self.attempt -= 1
+        self.holder = ""
+
     @property
     def is_lost(self) -> bool:
         """Taken back without a word of its holder, which may be heard of yet."""
         return self.state == "pending" and bool(self.holder)
 
     def heard_of(self, holder: str, incarnation: int) -> bool:
-        """Its attempt runs, at `holder` as that is now. Whether this changed anything."""
+        """Its attempt runs, at `holder` as that is now, unless it was given back. Whether this changed anything."""
         was = self.state, self.incarnation
-        if self.state == "pending":
+        if self.is_lost:
             self.state = "running"
         if self.holder == holder:
             self.incarnation = max(self.incarnation, incarnation)

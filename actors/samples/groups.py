@@ -197,8 +197,7 @@ class Groups:
         for ticket in tickets:
             found = self.find(ticket.trajectory_id)
             if found is not None and found[1].state == "running" and found[1].attempt == ticket.attempt:
-                found[1].attempt -= 1
-                found[1].holder = ""  # which never heard of it
+                found[1].unsent()
                 self._issue_again(found[0], ticket.trajectory_id)
 
     def on_their_way(self, tickets: Iterable[Ticket], now: float) -> list[Ticket]:
@@ -217,6 +216,7 @@ class Groups:
         if found is None or found[1].attempt != attempt or found[0].state != "open":
             return
         self.training.tally.lost_attempts -= found[1].is_lost
+        self.changes.training |= found[1].is_lost
         if found[1].heard_of(holder, incarnation):
             self._changed(found[0])
         if found[1].state == "running":
@@ -233,8 +233,8 @@ class Groups:
         group, member = found
         if member.state == "pending":  # it lapsed before: only what it had sampled is new
             if spent is not None and member.is_lost:
-                member.holder = ""
                 self.training.tally.lost_attempts -= 1
+                member.holder = ""
                 self._tell(group, spent.tokens, "retried")
                 self._changed(group)
             return ""
@@ -278,6 +278,7 @@ class Groups:
         group, index = self._place(trajectory)
         self.leases.pop(trajectory, None)
         if spent is not None:
+            self.training.tally.lost_attempts -= group.members[index].is_lost
             group.members[index].outcome = spent
             self._tell(group, spent.tokens)
         ends = group.fail(index, fate, reason)
@@ -292,16 +293,15 @@ class Groups:
         group, index = self._look_up(ticket.trajectory_id) or (None, 0)
         if group is None or group.members[index].attempt != ticket.attempt:
             return
-        member = group.members[index]
+        member, fate = group.members[index], ""
         if group.state == "ended" and member.state == "running":
-            member.state = "failed"
-            self._tell(group, spent.tokens, group.fate)
-            self.training.tally.measured(group.fate, spent.tokens)
+            member.state, fate = "failed", group.fate
         elif member.fate == "surplus" and member.outcome == UNKNOWN:
-            member.outcome = NOTHING
-            self._tell(group, spent.tokens, member.fate)
-            self.training.tally.measured(member.fate, spent.tokens)
+            member.outcome, fate = NOTHING, member.fate
             self._changed(group)
+        if fate:
+            self._tell(group, spent.tokens, fate)
+            self.training.tally.measured(fate, spent.tokens)
 
     def drop_old(self, oldest: int) -> None:
         """End the groups, open or ready, that hold a first token older than `oldest`: they would never train."""

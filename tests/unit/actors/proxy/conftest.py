@@ -28,6 +28,7 @@ from rubato.actors.messages.generation import (
 from rubato.actors.proxy.proxy import LLMProxy
 from rubato.bus.message import Ack
 from rubato.planning.engine_info import EngineInfo, WeightsId, WeightsNeed
+from rubato.planning.step_sums import StepSums
 
 
 def tokens(ids, version=0, start=0):
@@ -52,7 +53,7 @@ class FakeEngine:
         self.running: tuple[str, ...] = ()
         self.finished: tuple[str, ...] = ()
         self.suspended = False
-        self.steps: tuple[float, ...] = ()
+        self.steps = tuple(StepSums().values)
         self.measured = 0
 
     async def __call__(self, request):

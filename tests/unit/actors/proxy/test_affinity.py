@@ -235,7 +235,8 @@ def test_with_one_class_nothing_is_counted_and_no_plan_is_made(scene, affinity):
 
 def test_an_engine_that_does_not_observe_its_steps_is_told_of_once(scene):
     async def play(stage):
-        await two_classes(stage, num_slots=32)
+        for engine in await two_classes(stage, num_slots=32):
+            engine.steps = ()
         for version in range(1, 4):
             await play_step(stage, version, {"a": READ, "b": WRITE})
 
@@ -255,6 +256,24 @@ def test_turns_that_find_their_sessions_cache_count_only_what_is_new(scene):
 
         (profile,) = stage.proxy.placement.picker._profiles.profiles().values()
         assert (profile.prompt, profile.prefill, profile.decode) == (250, (100 + 3 * 50) / 4, 50)
+
+    scene(play, affinity="learned")
+
+
+def test_a_class_that_left_before_it_was_measured_is_new_when_it_comes_back(scene):
+    async def play(stage):
+        await measured_classes(stage)
+        for version in range(1, 3):
+            await play_step(stage, version, {"a": READ, "b": WRITE})
+        await stage.joins("engine-5", "h200", num_slots=32)
+        await stage.leaves("engine-5")
+        del stage.engines["engine-5"]
+        await play_step(stage, 3, {"a": READ, "b": WRITE})
+        stage.context.notices.clear()
+
+        await stage.joins("engine-5", "h200", num_slots=32)
+
+        assert stage.context.notices == ["affinity: h200 is new, so every class is open to all until it is measured"]
 
     scene(play, affinity="learned")
 

@@ -534,17 +534,31 @@ def test_of_an_attempt_whose_holder_died_nobody_knows_what_it_sampled(groups):
     assert (tally.lost_attempts, tally.generated) == (1, 0)
 
 
-@pytest.mark.parametrize("heard_of", ["renewed", "scored"])
+@pytest.mark.parametrize("heard_of", ["renewed", "scored", "failed"])
 def test_an_attempt_that_is_heard_of_after_all_was_not_lost(groups, heard_of):
     (ticket,) = issue(groups, 1)
     groups.take_back(ticket.trajectory_id, "lease_lapsed", counted=True)
+    groups.take_changes()
 
     if heard_of == "renewed":
         groups.renew(ticket.trajectory_id, ticket.attempt, 5.0)
-    else:
+    elif heard_of == "scored":
         groups.score(ticket.trajectory_id, Outcome(0, 1.0, 30, 2), b"")
+    else:
+        groups.fail(ticket.trajectory_id, "failed", "reward_failed", Outcome(-1, None, 30, 2))
 
     assert groups.training.tally.lost_attempts == 0
+    assert groups.take_changes().training
+
+
+def test_what_was_given_back_does_not_run_again_by_a_lease_that_is_renewed_late(groups):
+    (ticket,) = issue(groups, 1)
+    groups.take_back(ticket.trajectory_id, "drained", counted=False, spent=Outcome(-1, None, 30, 2))
+
+    groups.renew(ticket.trajectory_id, ticket.attempt, 5.0, "env_manager-1", 1)
+
+    assert groups.find(ticket.trajectory_id)[1].state == "pending"
+    assert not groups.leases
 
 
 def test_a_holder_that_came_back_has_its_rollouts_as_what_it_is_now(groups):
