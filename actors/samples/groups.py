@@ -339,14 +339,12 @@ class Groups:
 
         Raises OutOfOrder for a step that is committed, and for one whose predecessor has no groups: the Store forgot them.
         """
+        begins = "the trainer begins again with its checkpoint"
         if step <= self.training.committed:
-            done = self.training.committed
-            raise OutOfOrder(f"step {step} was claimed, but {done} is committed already: the trainer begins again with its checkpoint")
+            raise OutOfOrder(f"step {step} was claimed, but {self.training.committed} is committed already: {begins}")
         if step > self.last_bound + 1:
-            raise OutOfOrder(
-                f"step {step} was claimed, but {self.last_bound} is the last that has groups: "
-                "the Store forgot those between, and the trainer begins again with its checkpoint"
-            )
+            why = f"{self.last_bound} is the last that has groups: the Store forgot those between"
+            raise OutOfOrder(f"step {step} was claimed, but {why}, and {begins}")
         self.drop_old(min_version(step, self.alpha))
         return self.batching.next_batch(self.supply(step, num_groups))
 
@@ -389,8 +387,7 @@ class Groups:
     def advance(self, step: int) -> None:
         """Steps up to `step` are trained, maybe anew: their slots are free."""
         if step > self.training.version:
-            self.training.version = step
-            self.changes.training = True
+            self.training.version, self.changes.training = step, True
         for group in [g for each, groups in self.steps.items() if each <= step for g in groups if g.state == "bound"]:
             group.train()
             del self.live[group.id]
@@ -408,6 +405,14 @@ class Groups:
             group.fall_back()
             del self.trained[group.id]
             self._add(group)
+        self._withdraw(self.last_bound + 1)
+
+    def _withdraw(self, first: int) -> None:
+        """Versions of step `first` and later will not come of what was trained: that is known no more. Rollouts that wait for one are issued
+        again."""
+        self.training.version, self.changes.training = min(self.training.version, first - 1), True
+        for name in [name for name, member in self.running() if member.version >= first]:
+            self.take_back(name, "its weights were withdrawn", counted=False)
 
     def commit(self, step: int, term: int) -> None:
         """A durable checkpoint covers every step up to `step`."""
@@ -451,9 +456,7 @@ class Groups:
             group.unbind()
             self._end(group, group.discard("stale"))
         self._given_up(dropped)
-        self.training.version, self.changes.training = min(self.training.version, first - 1), True
-        for name in [name for name, member in self.running() if member.version >= first]:
-            self.take_back(name, "its weights were withdrawn", counted=False)
+        self._withdraw(first)
         return dropped
 
     def discard(self, group: Group, fate: str, why: str) -> None:

@@ -300,6 +300,19 @@ def test_versions_that_came_of_dropped_steps_are_withdrawn_and_rollouts_wait_for
     assert not any(member.version > 1 for _, member in groups.running())
 
 
+def test_a_version_whose_groups_the_store_forgot_is_waited_for_by_no_rollout_once_a_trainer_begins_again(groups):
+    train(groups, 1)
+    groups.commit(1, 1)
+    groups.advance(2)  # the trainer trained step 2, of which nothing is known here any more
+    waiting = issue(groups)
+
+    groups.take_over(2, 1)
+
+    assert {ticket.version for ticket in waiting} == {2}
+    assert groups.training.version == 1
+    assert {ticket.version for ticket in issue(groups, len(waiting))} == {1}
+
+
 def test_a_trainer_whose_checkpoint_is_newer_than_what_was_committed_commits_it(groups):
     trained = train(groups, 1) + train(groups, 2)
 
