@@ -191,10 +191,12 @@ class Recorder:
             reply = await self._ask_proxy(request)
             waited_s += loop.time() - asked
             self._num_sampled += (len(reply.tokens.ids) - len(resumed.ids)) // TOKEN_BYTES
-            if isinstance(reply, Completion):
+            # Not where the engine went back, since a trainer began again with its checkpoint: what is too old is sampled anew.
+            is_met = all(request.weights.is_met_by(span.version) for span in reply.tokens.spans)
+            if is_met and isinstance(reply, Completion):
                 self.generate_s += waited_s
                 return self._append(transcript, reply), reply
-            resumed = reply.tokens
+            resumed = reply.tokens if is_met else Tokens()
             self.check_age()
             tries += not isinstance(reply, NotItsTurn)
             if tries == limits.generate_tries:

@@ -117,9 +117,11 @@ GenerateReply = Completion | Aborted | HandedBack | HandedOver | NotItsTurn
 """An asker of a proxy meets the first two and the last."""
 
 
-def why_early(reply: Aborted | HandedBack | HandedOver | NotItsTurn) -> str:
-    """Why there is no Completion, in words."""
+def why_early(reply: GenerateReply) -> str:
+    """Why there is no completion to use, in words."""
     match reply:
+        case Completion():
+            return "its engine went back to weights that are older than was asked for"
         case Aborted():
             return reply.reason
         case NotItsTurn():

@@ -238,6 +238,38 @@ async def test_an_aborted_turn_goes_on_with_its_tokens_under_a_new_id(renderer):
     assert trajectory.turns == 3
 
 
+def sampled(*versions):
+    """As many tokens, each under its version."""
+    spans = tuple(VersionSpan(version, at, at + 1) for at, version in enumerate(versions))
+    return Tokens(array("i", [1] * len(versions)).tobytes(), array("f", [-1.0] * len(versions)).tobytes(), spans)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        Completion("", sampled(5, 4), "length", "engine-1"),
+        Completion("", sampled(4), "stop", "engine-1"),
+        Aborted("", sampled(5, 4), "asked"),
+    ],
+)
+async def test_what_an_engine_sampled_after_it_went_back_to_older_weights_is_sampled_anew(renderer, answer):
+    trajectory, proxy = await play(renderer, [answer, "go", "go", "go"])
+
+    assert [request.request_id for request in proxy.requests[:3]] == ["t1.1v5.0", "t1.1v5.0r1", "t1.1v5.1"]
+    assert proxy.requests[1].resumed == Tokens()
+    assert (trajectory.turns, trajectory.version_first) == (3, 5)
+
+
+async def test_an_engine_that_stays_behind_ends_the_attempt_and_what_it_sampled_counts(renderer):
+    rollout, _ = prepare(renderer, [Completion("", sampled(4), "length", "engine-1")] * 3)
+
+    with pytest.raises(GaveUp, match="older than was asked for") as caught:
+        await rollout.play()
+
+    assert caught.value.retry
+    assert rollout.recorder.given_up("generation_failed", retry=True).tokens == 3
+
+
 @pytest.mark.parametrize(
     ("answers", "retry"),
     [([Aborted("", Tokens(), "asked")] * 3, True), ([Unknown("lost")], True), ([Failed("bug")], False)],
