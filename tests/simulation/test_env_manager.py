@@ -122,9 +122,8 @@ class Proxy(Actor):
             await asyncio.get_running_loop().create_future()
         text = b"right" if int(request.request_id.rpartition(".")[2]) % 2 else b"down"
         ids = array("i", [*text, 256])
-        return Completion(
-            request.request_id, Tokens(ids.tobytes(), bytes(4 * len(ids)), (VersionSpan(0, 0, len(ids)),)), "stop", "engine-1"
-        )
+        span = VersionSpan(request.weights.version, 0, len(ids))
+        return Completion(request.request_id, Tokens(ids.tobytes(), bytes(4 * len(ids)), (span,)), "stop", "engine-1")
 
 
 class Reward(Actor):
