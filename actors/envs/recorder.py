@@ -182,8 +182,7 @@ class Recorder:
                 session=self.ticket.trajectory_id,
                 prompt=prompt,
                 sampling=sampling,
-                # Nothing older than what its other turns began with: its age counts from the oldest.
-                weights=WeightsNeed(max(self.ticket.version, self._version_first), exact=is_eval),
+                weights=WeightsNeed(self.version_needed, exact=is_eval),
                 resumed=resumed,
                 route=Route(self.ticket.task, rollout=not is_eval),
             )
@@ -192,11 +191,11 @@ class Recorder:
             waited_s += loop.time() - asked
             self._num_sampled += (len(reply.tokens.ids) - len(resumed.ids)) // TOKEN_BYTES
             # Not where the engine went back, since a trainer began again with its checkpoint: what is too old is sampled anew.
-            is_met = all(request.weights.is_met_by(span.version) for span in reply.tokens.spans)
-            if is_met and isinstance(reply, Completion):
+            is_new = all(span.version >= self.ticket.version for span in reply.tokens.spans)
+            if is_new and isinstance(reply, Completion):
                 self.generate_s += waited_s
                 return self._append(transcript, reply), reply
-            resumed = reply.tokens if is_met else Tokens()
+            resumed = reply.tokens if is_new else Tokens()
             self.check_age()
             tries += not isinstance(reply, NotItsTurn)
             if tries == limits.generate_tries:
@@ -230,6 +229,11 @@ class Recorder:
     @property
     def _version_first(self) -> int:
         return min((each.version_first for each in self.transcripts if each.version_first >= 0), default=-1)
+
+    @property
+    def version_needed(self) -> int:
+        """The oldest weights for a turn from now on: none older than those of its other turns, since its age counts from the oldest."""
+        return max(self.ticket.version, self._version_first)
 
     def check_age(self) -> None:
         """Raises GaveUp for what is too old to train. Checked at every turn: such a trajectory frees its slot at once."""

@@ -175,6 +175,8 @@ class PolicyState(Message, frozen=True):
 
     version: int
     alpha: int
+    newest: int = -1
+    """The newest version that can have sampled anything; -1 where it is not said."""
 
 
 class Tickets(Message, frozen=True):

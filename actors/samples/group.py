@@ -142,8 +142,7 @@ class Training(msgspec.Struct):
     def note_raise(self, step: int, term: int) -> bool:
         """Training on `step` raised; whether that is not tried again."""
         self.raises = self.raises + 1 if self.raised_step == step else 1
-        self.raised_step = step
-        self.raised_term = term
+        self.raised_step, self.raised_term = step, term
         return self.raises >= POISON_RAISES
 
 
@@ -255,8 +254,7 @@ class Group(msgspec.Struct, array_like=True):
         member.state = "running"
         member.attempt += 1
         member.version = version
-        member.holder = holder
-        member.incarnation = incarnation
+        member.holder, member.incarnation = holder, incarnation
 
     def take(self, index: int, digest: str) -> None:
         """Member `index` was scored, as its `outcome` says."""

@@ -86,7 +86,7 @@ class Groups:
 
     @property
     def policy(self) -> PolicyState:
-        return PolicyState(self.training.version, self.alpha)
+        return PolicyState(self.training.version, self.alpha, self.base)
 
     @property
     def last_bound(self) -> int:
@@ -187,8 +187,7 @@ class Groups:
         for plugin in self.plugins:
             if (opened := plugin.open()) is not None:
                 return opened
-        may = self.admission().num_groups > 0
-        if may:
+        if may := self.admission().num_groups > 0:
             self._open()
         return may
 
@@ -240,7 +239,7 @@ class Groups:
             return ""
         if spent is not None:
             member.holder = ""
-        member.tries += counted
+        member.tries = min(member.tries + counted, member.attempt)  # one that was heard of again may be lost again
         member.failures += failed
         self.training.tally.lost_attempts += spent is None
         if member.tries >= self.limits.max_attempts:
@@ -331,8 +330,7 @@ class Groups:
         if term < self.training.term:
             raise StaleTerm(f"term {term} acts, but {self.training.term} is the newest: another trainer took over")
         if term > self.training.term:
-            self.training.term = term
-            self.changes.training = True
+            self.training.term, self.changes.training = term, True
 
     def plan(self, step: int, num_groups: int) -> HandOver:
         """Plan of the batch of `step`, which has no groups yet. Groups that are too old for it end first: they hold slots.
@@ -405,14 +403,11 @@ class Groups:
             group.fall_back()
             del self.trained[group.id]
             self._add(group)
-        self._withdraw(self.last_bound + 1)
+        self._withdraw()
 
-    def _withdraw(self, first: int) -> None:
-        """Versions of step `first` and later will not come of what was trained: that is known no more. Rollouts that wait for one are issued
-        again."""
-        self.training.version, self.changes.training = min(self.training.version, first - 1), True
-        for name in [name for name, member in self.running() if member.version >= first]:
-            self.take_back(name, "its weights were withdrawn", counted=False)
+    def _withdraw(self) -> None:
+        """Of a step without groups no version comes: that is known no more. Holders end the rollouts that need one as they renew their leases."""
+        self.training.version, self.changes.training = min(self.training.version, self.last_bound), True
 
     def commit(self, step: int, term: int) -> None:
         """A durable checkpoint covers every step up to `step`."""
@@ -445,8 +440,8 @@ class Groups:
 
     def drop_bound(self, alpha: int) -> list[int]:
         """Steps without a checkpoint that hold what is too old for `alpha`, which was larger when they were bound, and those after them: their
-        groups end `stale`, and others train in them. Versions that came of them are withdrawn: the trainer publishes the one before anew, and
-        rollouts that wait for one of them are issued again. Returns the steps."""
+        groups end `stale`, and others train in them. Versions that came of them are withdrawn: the trainer publishes the one before anew.
+        Returns the steps."""
         steps = sorted(self.steps)
         old = (s for s in steps if any(g.version_scored(self.base) < min_version(s, alpha) for g in self.steps[s]))
         if (first := next(old, None)) is None:
@@ -456,7 +451,7 @@ class Groups:
             group.unbind()
             self._end(group, group.discard("stale"))
         self._given_up(dropped)
-        self._withdraw(first)
+        self._withdraw()
         return dropped
 
     def discard(self, group: Group, fate: str, why: str) -> None:

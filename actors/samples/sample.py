@@ -140,8 +140,8 @@ def flaw(trajectory: Trajectory, *, newest: int, vocab_size: int | None) -> str:
         return f"{FUTURE_VERSION}: it was sampled under version {max(versions)}, and {newest} is the newest"
     if trajectory.ticket.purpose == "eval" and set(versions) != {trajectory.ticket.version}:
         return f"not_exact: it was sampled under versions {min(versions)} to {max(versions)}, and evaluates {trajectory.ticket.version}"
-    if versions[0] < trajectory.ticket.version:
-        return f"bad_trajectory: it begins with version {versions[0]}, its ticket says {trajectory.ticket.version}"
+    if min(versions) < trajectory.ticket.version:
+        return f"bad_trajectory: it was sampled under version {min(versions)}, its ticket says {trajectory.ticket.version}"
     return ""
 
 

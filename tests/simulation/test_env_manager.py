@@ -424,6 +424,16 @@ async def test_running_trajectories_are_held(tmp_path):
         assert sorted(Buffer.held[-1]) == [("t0", 1), ("t1", 1)]
 
 
+async def test_a_rollout_that_needs_weights_which_are_known_no_more_ends_as_its_lease_is_renewed(tmp_path, monkeypatch):
+    monkeypatch.setitem(globals(), "POLICY", PolicyState(2, 1, newest=3))
+    async with cluster(tmp_path, tickets=0, mute=True, rollout={"hold_s": 0.05}) as made:
+        Buffer.tickets = [Ticket(f"t{version}", "g1", 1, version, version, version) for version in (2, 3, 4)]
+        await made.buffer.until(lambda: Buffer.given_up and any(len(held) == 2 for held in Buffer.held))
+
+        assert [(each.ticket.trajectory_id, each.reason, each.retry) for each in Buffer.given_up] == [("t4", "cancelled", True)]
+        assert sorted(Buffer.held[-1]) == [("t2", 1), ("t3", 1)]
+
+
 async def test_a_manager_tells_how_far_its_rollouts_are_and_what_those_that_ended_took(tmp_path):
     async with cluster(tmp_path, tickets=0) as made:
         manager = made.buffer.ref("env_manager-1")

@@ -192,3 +192,10 @@ def test_a_seed_that_found_a_fault_with_moves_and_a_store_that_forgets(bench):
     seed = 1795546250
 
     assert run(bench, seed, faults_of(seed, DEFAULT)).violation is None
+
+
+@pytest.mark.parametrize("seed", [2243067, 9600119, 9600256])
+def test_seeds_that_found_a_fault_with_three_times_the_faults_and_lost_ranks(bench, seed):
+    """Once: rollouts that had tickets of a version whose step the Store forgot, or tokens of one, waited for it, and its batch for them. And once
+    a false alarm: some groups of a step were written again after α was lowered."""
+    assert run(bench, seed, faults_of(seed, DEFAULT, 3)).violation is None

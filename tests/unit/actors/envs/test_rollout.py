@@ -228,6 +228,15 @@ async def test_no_turn_is_sampled_under_older_weights_than_the_first(renderer):
     assert [span.version for span in trajectory.segments[0].spans] == [6, 7, 7]
 
 
+async def test_a_turn_of_older_weights_than_the_first_counts_where_its_ticket_allows_them(renderer):
+    proxy = FakeProxy(renderer, ["go", "go", "go"], versions=[6, 5, 6])
+
+    trajectory, _ = await play(renderer, [], proxy=proxy, policy=(6, 1))
+
+    assert [request.weights.version for request in proxy.requests] == [5, 6, 5]
+    assert (trajectory.turns, trajectory.version_first) == (3, 5)
+
+
 async def test_an_aborted_turn_goes_on_with_its_tokens_under_a_new_id(renderer):
     part = Tokens(array("i", [1]).tobytes(), array("f", [-1.0]).tobytes(), (VersionSpan(5, 0, 1),))
 

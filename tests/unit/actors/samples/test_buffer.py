@@ -107,7 +107,7 @@ def test_an_admit_is_held_back_until_a_step_frees_slots(stage):
 
         standing = await trainer.advance(1)
 
-        assert standing == PolicyState(1, 1)
+        assert standing == PolicyState(1, 1, newest=1)
         assert [(t.group_id, t.version) for t in await waiting] == [("g00000004", 1)]
 
     stage.run(scene)
@@ -301,7 +301,7 @@ def test_a_held_ticket_does_not_lapse(make_stage):
             standing = await stage.buffer.renew_leases(RenewLeases(held, "env_manager-1", 1))
         fate = await stage.put(tickets[0])
 
-        assert standing == PolicyState(0, 1)
+        assert standing == PolicyState(0, 1, newest=0)
         assert fate == ""
 
     stage.run(scene)
@@ -929,7 +929,7 @@ def test_managers_are_told_of_a_new_version(stage):
         await trainer.advance(1)
         await asyncio.sleep(0.1)
 
-        assert stage.process.told == [("env_manager-1", PolicyState(1, 1))]
+        assert stage.process.told == [("env_manager-1", PolicyState(1, 1, newest=1))]
 
     stage.run(scene)
 

@@ -92,7 +92,7 @@ FLAWED = (
         "a future version": (spans((3, 1, 3), (6, 4, 6)), "future_version: it was sampled under version 6, and 5 is the newest"),
         "a version below the ticket's": (
             trajectory_with(ticket=msgspec.structs.replace(TICKET, version=4)),
-            "bad_trajectory: it begins with version 3, its ticket says 4",
+            "bad_trajectory: it was sampled under version 3, its ticket says 4",
         ),
         "no segment": (trajectory_with(segments=()), "bad_trajectory: it has no sampled token"),
         "no sampled token": (segment_with(mask=bytes(6), spans=()), "bad_trajectory: it has no sampled token"),

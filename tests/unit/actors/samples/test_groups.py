@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from rubato.actors.data.prompts import Mixture, Prompts
+from rubato.actors.messages.samples import PolicyState
 from rubato.actors.samples import groups as groups_module
 from rubato.actors.samples.group import NOTHING, Group, GroupLimits, Member, Receipt, SampleEnd, Training
 from rubato.actors.samples.groups import ROUNDS_KEPT, Groups
@@ -281,7 +282,7 @@ def test_a_run_that_goes_on_with_a_lower_bound_samples_anew_what_bound_steps_hav
     assert groups.training.version == 3 - len(dropped)
 
 
-def test_versions_that_came_of_dropped_steps_are_withdrawn_and_rollouts_wait_for_none_of_them():
+def test_versions_that_came_of_dropped_steps_are_withdrawn():
     before = Groups(LIMITS, 2)
     for step in (1, 2, 3):
         score(before, issue(before, 2), version=0)
@@ -290,27 +291,40 @@ def test_versions_that_came_of_dropped_steps_are_withdrawn_and_rollouts_wait_for
     before.commit(1, 0)
     groups = Groups(LIMITS, 0)
     groups.restore(*stored(before), 0.0)
-    asked_early = issue(groups)
     groups.take_over(2, 1)
+    assert groups.policy.newest == 3
 
     groups.drop_bound(0)
 
-    assert {ticket.version for ticket in asked_early} == {3}
+    assert groups.policy == PolicyState(1, 0, newest=1)
     assert {ticket.version for ticket in issue(groups, 3)} == {1}
-    assert not any(member.version > 1 for _, member in groups.running())
 
 
-def test_a_version_whose_groups_the_store_forgot_is_waited_for_by_no_rollout_once_a_trainer_begins_again(groups):
+def test_a_version_whose_groups_the_store_forgot_is_withdrawn_as_a_trainer_begins_again(groups):
     train(groups, 1)
     groups.commit(1, 1)
     groups.advance(2)  # the trainer trained step 2, of which nothing is known here any more
-    waiting = issue(groups)
 
     groups.take_over(2, 1)
 
-    assert {ticket.version for ticket in waiting} == {2}
-    assert groups.training.version == 1
-    assert {ticket.version for ticket in issue(groups, len(waiting))} == {1}
+    assert groups.policy == PolicyState(1, groups.alpha, newest=1)
+
+
+def test_a_bound_step_may_have_sampled_already_though_it_does_not_count_as_trained(groups):
+    score(groups, issue(groups, 4))
+    bind(groups, 1)
+
+    assert groups.policy == PolicyState(0, groups.alpha, newest=1)
+
+
+def test_an_attempt_that_is_lost_and_heard_of_time_and_again_is_one_try(groups):
+    (ticket,) = issue(groups, 1)
+    for _ in range(2 * groups.limits.max_attempts):
+        groups.take_back(ticket.trajectory_id, "lease_lapsed", counted=True)
+        groups.renew(ticket.trajectory_id, ticket.attempt, 5.0)
+
+    member = groups.find(ticket.trajectory_id)[1]
+    assert (member.state, member.tries) == ("running", 1)
 
 
 def test_a_trainer_whose_checkpoint_is_newer_than_what_was_committed_commits_it(groups):
