@@ -477,7 +477,7 @@ def renderer_of(limits: RolloutSection, folder: Path, *, tools: Sequence[Mapping
 
 
 class Transcript:
-    """Appends, and takes back only what nothing was sampled behind. `version_first`, the oldest that sampled, is -1 until one has."""
+    """Appends, and takes back only what nothing was sampled behind. The oldest and newest version that sampled are -1 until one has."""
 
     def __init__(self, opening: bytes) -> None:
         self._tokens = bytearray(opening)
@@ -485,7 +485,7 @@ class Transcript:
         self._logprobs = bytearray(len(opening))
         self._spans: list[VersionSpan] = []
         self._turn_at = len(opening)
-        self.version_first = -1
+        self.version_first = self.version_last = -1
 
     def __len__(self) -> int:
         return len(self._mask)
@@ -538,8 +538,9 @@ class Transcript:
             raise ValueError(f"spans of a completion cover {end} of {num} tokens")
         offset = len(self._mask)
         self._spans += [VersionSpan(span.version, offset + span.start, offset + span.end) for span in tokens.spans]
-        oldest = min(span.version for span in tokens.spans)
-        self.version_first = oldest if self.version_first < 0 else min(oldest, self.version_first)
+        versions = [span.version for span in tokens.spans]
+        self.version_first = min(versions) if self.version_first < 0 else min(self.version_first, *versions)
+        self.version_last = max(self.version_last, *versions)
         self._turn_at = len(self._tokens)
         self._tokens += tokens.ids
         self._mask += b"\1" * num

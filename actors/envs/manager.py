@@ -435,14 +435,14 @@ class EnvManager(plugins.Hooked[RolloutHook], Actor):
             await asyncio.sleep(self._limits.hold_s)
             if not self._running:
                 continue
-            needs = {key: running.rollout.recorder.version_needed for key, running in self._running.items()}
+            held = {key: running.rollout.recorder.version_last for key, running in self._running.items()}
             try:
-                self._policy = await self._buffer.ask(RenewLeases(tuple(needs), self.name, self.incarnation), timeout=self._limits.hold_s)
+                self._policy = await self._buffer.ask(RenewLeases(tuple(held), self.name, self.incarnation), timeout=self._limits.hold_s)
             except AskFailed as error:
                 self.log.warning("not_held", num=len(self._running), error=str(error))
                 continue
-            # The Store forgot a step, or it was dropped: a rollout that needs its weights would wait for a batch that waits for its group.
-            for key in [key for key, version in needs.items() if 0 <= self._policy.newest < version and key in self._running]:
+            # Weights that are known no more come from no trainer until their step has other groups: those may be what waits for them.
+            for key in [key for key, version in held.items() if 0 <= self._policy.newest < version and key in self._running]:
                 self._running[key].cancel()
 
     async def _give_back(self) -> None:

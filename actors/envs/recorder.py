@@ -182,7 +182,8 @@ class Recorder:
                 session=self.ticket.trajectory_id,
                 prompt=prompt,
                 sampling=sampling,
-                weights=WeightsNeed(self.version_needed, exact=is_eval),
+                # Nothing older than what its other turns began with: its age counts from the oldest.
+                weights=WeightsNeed(max(self.ticket.version, self._version_first), exact=is_eval),
                 resumed=resumed,
                 route=Route(self.ticket.task, rollout=not is_eval),
             )
@@ -231,9 +232,9 @@ class Recorder:
         return min((each.version_first for each in self.transcripts if each.version_first >= 0), default=-1)
 
     @property
-    def version_needed(self) -> int:
-        """The oldest weights for a turn from now on: none older than those of its other turns, since its age counts from the oldest."""
-        return max(self.ticket.version, self._version_first)
+    def version_last(self) -> int:
+        """The newest weights that its ticket promised it or that sampled it."""
+        return max(self.ticket.version, *(each.version_last for each in self.transcripts), -1)
 
     def check_age(self) -> None:
         """Raises GaveUp for what is too old to train. Checked at every turn: such a trajectory frees its slot at once."""

@@ -251,9 +251,8 @@ class Group(msgspec.Struct, array_like=True):
         """A ticket of member `index` goes to `holder`, at weight `version`."""
         self._expect("open")
         member = self.members[index]
-        member.state = "running"
+        member.state, member.version = "running", version
         member.attempt += 1
-        member.version = version
         member.holder, member.incarnation = holder, incarnation
 
     def take(self, index: int, digest: str) -> None:

@@ -113,16 +113,19 @@ class Proxy(Actor):
 
     role = "llm_proxy"
     mute = False
+    ahead = 0
+    """Above 0, second turns are sampled under weights that are so much newer than asked for, and later ones never answered."""
     asked: ClassVar[list[Generate]] = []
 
     @handler(concurrency=1024)
     async def generate(self, request: Generate) -> GenerateReply:
         Proxy.asked.append(request)
-        if Proxy.mute:
+        turn = int(request.request_id.rpartition(".")[2])
+        if Proxy.mute or (Proxy.ahead and turn > 1):
             await asyncio.get_running_loop().create_future()
-        text = b"right" if int(request.request_id.rpartition(".")[2]) % 2 else b"down"
+        text = b"right" if turn % 2 else b"down"
         ids = array("i", [*text, 256])
-        span = VersionSpan(request.weights.version, 0, len(ids))
+        span = VersionSpan(request.weights.version + (Proxy.ahead if turn == 1 else 0), 0, len(ids))
         return Completion(request.request_id, Tokens(ids.tobytes(), bytes(4 * len(ids)), (span,)), "stop", "engine-1")
 
 
@@ -432,6 +435,16 @@ async def test_a_rollout_that_needs_weights_which_are_known_no_more_ends_as_its_
 
         assert [(each.ticket.trajectory_id, each.reason, each.retry) for each in Buffer.given_up] == [("t4", "cancelled", True)]
         assert sorted(Buffer.held[-1]) == [("t2", 1), ("t3", 1)]
+
+
+async def test_a_rollout_that_weights_sampled_which_are_known_no_more_ends_as_its_lease_is_renewed(tmp_path, monkeypatch):
+    monkeypatch.setitem(globals(), "POLICY", PolicyState(2, 1, newest=3))
+    monkeypatch.setattr(Proxy, "ahead", 2)
+    async with cluster(tmp_path, tickets=0, rollout={"hold_s": 0.05}) as made:
+        Buffer.tickets = [Ticket("t2", "g1", 1, 0, 0, 2)]  # its second turn is sampled under version 4
+        await made.buffer.until(lambda: Buffer.given_up)
+
+        assert [(each.ticket.trajectory_id, each.reason, each.tokens > 0) for each in Buffer.given_up] == [("t2", "cancelled", True)]
 
 
 async def test_a_manager_tells_how_far_its_rollouts_are_and_what_those_that_ended_took(tmp_path):

@@ -36,8 +36,9 @@ def test_the_oldest_version_counts_where_a_turn_went_on_at_an_engine_that_was_be
 
     transcript.sample(Tokens(ids(4, 5), array("f", [-0.5] * 2).tobytes(), (VersionSpan(8, 0, 1), VersionSpan(7, 1, 2))))
     transcript.sample(tokens(6, version=9))
+    transcript.sample(tokens(6, version=8))
 
-    assert transcript.version_first == 7
+    assert (transcript.version_first, transcript.version_last) == (7, 9)
 
 
 @pytest.mark.parametrize(
