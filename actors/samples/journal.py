@@ -4,6 +4,7 @@ The buffer in memory is the master. A Store that comes back without its newest w
 everything is written anew, samples included: their payloads are kept for as long as the Store may forget them.
 
     samples/training           Training
+    samples/taken_over         Fences that were taken over: token → number of the last write before its successor
     samples/group/<group>      Group, from its first ticket until it ends (held-out rounds are not kept)
     samples/payload/<sample>   MessagePack Trajectory of a scored member, while its group lives; larger ones lie in files
     stream samples/ends        SampleEnd of each sample, in the order in which they ended
@@ -34,6 +35,7 @@ ResultT = TypeVar("ResultT")
 TRAINING = "samples/training"
 GROUP = "samples/group/"
 PAYLOAD = "samples/payload/"
+TAKEN_OVER = "samples/taken_over"
 ENDS = "samples/ends"
 
 PAUSE_S = 0.1
@@ -95,8 +97,8 @@ class Journal:
 
     def __post_init__(self) -> None:
         self._number = 0
-        self._before = (0, 0)
-        """State of the fence when this buffer took it over."""
+        self._taken_over: dict[int, int] = {}
+        """Buffers before this one: what their fence was when the next took it over."""
         self._asked = asyncio.Event()
         self._waiters: list[asyncio.Future[None]] = []
         self._kept: dict[str, bytes] = {}
@@ -113,30 +115,28 @@ class Journal:
     async def take_over(self) -> tuple[Training, list[Group]]:
         """Shut out every buffer before this one, and read what it left: the Store may still forget the newest of it. Raises Fenced."""
         while True:
-            self._before = await self.retried(lambda: self.store.fenced(self.fence.name))
+            before = await self.retried(lambda: self.store.fenced(self.fence.name))
+            known = await self.retried(lambda: self.store.get(TAKEN_OVER))
+            self._taken_over = (msgspec.msgpack.decode(known, type=dict[int, int]) if known else {}) | dict([before])
             self._number = 1
             try:
-                await self._send({}, None, WriteNumber(1, after=self._before))
+                await self._send({TAKEN_OVER: msgspec.msgpack.encode(self._taken_over)}, None, WriteNumber(1, after=before))
                 break
             except Forgotten:
                 self.log.info("take_over_again", cause="the one before wrote meanwhile")
         training, groups = await self.retried(lambda: read_records(self.store))
-        if self.window_s:
+        if self.window_s:  # what those before wrote is kept as if it were written now
             samples = [name for group in groups for name in group.inline]
-            there = dict(zip(samples, await self.payloads(samples), strict=True))
-            await self._hold({name: payload for name, payload in there.items() if payload}, training.ended)
+            there = zip(samples, await self.payloads(samples), strict=True)
+            self._kept = {name: payload for name, payload in there if payload}
+            self._kept_bytes = sum(map(len, self._kept.values()))
+            after = max(0, training.ended - ENDS_KEPT)
+            while entries := await self.retried(lambda after=after: self.store.read(ENDS, after)):
+                self._ends += [value for _, value in entries]
+                after = entries[-1][0]
+            until = asyncio.get_running_loop().time() + self.window_s
+            self._written.append(_Written(until, len(self._ends), tuple(self._kept)))
         return training, groups
-
-    async def _hold(self, payloads: dict[str, bytes], last: int) -> None:
-        """Keep what another buffer wrote as if it were written now."""
-        self._kept = payloads
-        self._kept_bytes = sum(map(len, payloads.values()))
-        after = max(0, last - ENDS_KEPT)
-        while entries := await self.retried(lambda after=after: self.store.read(ENDS, after)):
-            self._ends += [value for _, value in entries]
-            after = entries[-1][0]
-        until = asyncio.get_running_loop().time() + self.window_s
-        self._written.append(_Written(until, len(self._ends), tuple(payloads)))
 
     async def sync(self) -> None:
         """Return once every change made so far is durable, and this buffer was not replaced. Callers at the same time share a write."""
@@ -271,16 +271,15 @@ class Journal:
         training = self.groups.training
         self.log.error("store_forgot", ends=training.ended, cause="it came back without its newest writes")
         found = await self.retried(lambda: self.store.fenced(self.fence.name))
-        if self._before < found < (self.fence.token, 0):
-            raise Fenced(
-                f"the store forgot that {self.fence.name!r} was taken over, and the one before has written since: it is taken over again"
-            )
+        if found[0] < self.fence.token and found[1] > self._taken_over.get(found[0], 0):
+            raise Fenced(f"the store forgot that {self.fence.name!r} was taken over, and one before has written: it is taken over again")
         stored, forgotten = await self.retried(lambda: read_records(self.store))
         more = self.groups.take_changes()  # what happened meanwhile is said too: the records show it already
         self._keep(more)
         training.ended += len(more.ends)
         self._count(more.ends)
         records: dict[str, bytes | None] = {GROUP + group.id: None for group in forgotten}
+        records[TAKEN_OVER] = msgspec.msgpack.encode(self._taken_over)
         for end in self._ends:
             records[PAYLOAD + msgspec.msgpack.decode(end, type=SampleEnd).trajectory_id] = None
         records |= {PAYLOAD + name: payload for name, payload in self._kept.items()}

@@ -64,8 +64,8 @@ MUTATIONS: dict[str, Mutation] = {
         ("zombie",),
     ),
     "in_office": Mutation(
-        "the rule that a buffer whose fence was lost begins again with what the one before it answered",
-        (Edit(Journal, "_writes_all", "self._before < found < (self.fence.token, 0)", "False"),),
+        "the rule that a buffer whose fence was lost begins again with what one before it answered",
+        (Edit(Journal, "_writes_all", "found[1] > self._taken_over.get(found[0], 0)", "False"),),
         ("zombie_fence_lost",),
     ),
     "index": Mutation(

@@ -298,8 +298,9 @@ def test_what_happens_while_everything_is_written_anew_is_whole_after_a_death(st
     stage.run(scene)
 
 
+@pytest.mark.parametrize("successors", [1, 2])
 @pytest.mark.parametrize("wakes", [False, True])
-def test_a_frozen_buffer_whose_successor_the_store_forgot(stage, remember, trajectory, wakes):
+def test_a_frozen_buffer_whose_successors_the_store_forgot(stage, remember, trajectory, wakes, successors):
     """Where it wakes and answers, that stands, and the successor gives way to another; where it does not, all is written anew."""
 
     async def scene():
@@ -309,7 +310,8 @@ def test_a_frozen_buffer_whose_successor_the_store_forgot(stage, remember, traje
         await fill(stage, [one])
         forget = remember(stage.store)
         stage.process = None
-        new = await stage.start()
+        for _ in range(successors):
+            new = await stage.start()
         await fill(stage, [two])
         first = await train(stage, 1, term)
         save(stage, 1, first)
