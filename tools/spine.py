@@ -57,7 +57,7 @@ WORDS = {
 
 BOUNDS: dict[str, tuple[int, ...]] = {
     "files": (155, 134, 122, 102, 100, 95, 94),
-    "lines": (31500, 29010, 27000, 25300, 25200, 25019),
+    "lines": (31500, 29010, 27000, 25300, 25200, 25020, 25018),
     "mentions": (453, 20, 11),
 }
 """Figure → the bounds that it has had. The last holds; a new one is lower than that, and is appended. A bound of 25,150 lines

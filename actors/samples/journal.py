@@ -13,6 +13,7 @@ everything is written anew, samples included: their payloads are kept for as lon
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -118,24 +119,27 @@ class Journal:
             before = await self.retried(lambda: self.store.fenced(self.fence.name))
             known = await self.retried(lambda: self.store.get(TAKEN_OVER))
             self._taken_over = (msgspec.msgpack.decode(known, type=dict[int, int]) if known else {}) | dict([before])
-            self._number = 1
-            try:
-                await self._send({TAKEN_OVER: msgspec.msgpack.encode(self._taken_over)}, None, WriteNumber(1, after=before))
-                break
-            except Forgotten:
-                self.log.info("take_over_again", cause="the one before wrote meanwhile")
+            self._number += 1  # none stands for two writes: by its number a buffer after this one sees whether this one wrote since
+            with suppress(Forgotten):
+                await self._send({TAKEN_OVER: msgspec.msgpack.encode(self._taken_over)}, None, WriteNumber(self._number, after=before))
+                left = await self._read_left()
+                if await self.retried(lambda: self.store.fenced(self.fence.name)) == (self.fence.token, self._number):
+                    return left
+            self.log.info("take_over_again", cause="the one before wrote meanwhile, or the Store forgot")
+
+    async def _read_left(self) -> tuple[Training, list[Group]]:
         training, groups = await self.retried(lambda: read_records(self.store))
-        if self.window_s:  # what those before wrote is kept as if it were written now
+        if self.window_s:  # what was written before is kept as if it were written now
+            self._kept, after = {}, max(0, training.ended - ENDS_KEPT)
             samples = [name for group in groups for name in group.inline]
-            there = zip(samples, await self.payloads(samples), strict=True)
-            self._kept = {name: payload for name, payload in there if payload}
+            self._kept = {name: payload for name, payload in zip(samples, await self.payloads(samples), strict=True) if payload}
             self._kept_bytes = sum(map(len, self._kept.values()))
-            after = max(0, training.ended - ENDS_KEPT)
+            self._ends.clear()
             while entries := await self.retried(lambda after=after: self.store.read(ENDS, after)):
                 self._ends += [value for _, value in entries]
                 after = entries[-1][0]
             until = asyncio.get_running_loop().time() + self.window_s
-            self._written.append(_Written(until, len(self._ends), tuple(self._kept)))
+            self._written = deque([_Written(until, len(self._ends), tuple(self._kept))])
         return training, groups
 
     async def sync(self) -> None:
@@ -212,16 +216,14 @@ class Journal:
         records, append = self._records(changes)
         self._number += 1
         began = asyncio.get_running_loop().time()
-        num_ends = len(changes.ends)
-        stored = tuple(name for name, payload in changes.payloads.items() if payload is not None)
+        num_ends, stored = len(changes.ends), tuple(name for name, payload in changes.payloads.items() if payload is not None)
         try:
             await self._send(records, append, WriteNumber(self._number))
         except Forgotten:
             while not await self._writes_all():
                 self.log.warning("store_forgot_again")
             self._written.clear()
-            num_ends = len(self._ends)
-            stored = tuple(self._kept)
+            num_ends, stored = len(self._ends), tuple(self._kept)
         until = asyncio.get_running_loop().time() + self.window_s
         self._written.append(_Written(until, num_ends, stored))
         self._settle(began if self.window_s else until)
@@ -254,14 +256,11 @@ class Journal:
             group = self.groups.live.get(name) or self.groups.trained.get(name)
             records[GROUP + name] = None if group is None else msgspec.msgpack.encode(group)
         num, training = len(changes.ends), self.groups.training
-        if not num:
-            if changes.training:
-                records[TRAINING] = msgspec.msgpack.encode(self.groups.record())
+        if not num and not changes.training:
             return records, None
-        first = training.ended + 1
         training.ended += num
         records[TRAINING] = msgspec.msgpack.encode(self.groups.record())
-        return records, Append(ENDS, first, list(self._ends)[-num:], self._done_with)
+        return records, Append(ENDS, training.ended - num + 1, list(self._ends)[-num:], self._done_with) if num else None
 
     async def _writes_all(self) -> bool:
         """The Store lost its newest writes: say all that it may have forgotten, and take away what it should no longer have.

@@ -1,6 +1,7 @@
 """Agents from outside, scripted: they talk with the gateway as SDKs do, and die, repeat, fork and come late."""
 
 import asyncio
+import math
 import random
 from array import array
 from collections.abc import Mapping, Sequence
@@ -76,6 +77,13 @@ class Talk:
         self.heard_at = asyncio.get_running_loop().time()
         """When the last answer came."""
         self.over = ""
+        self.over_at = math.inf
+        """When it was said first."""
+
+    def ended(self, code: str) -> None:
+        """The gateway says that it is over."""
+        if not self.over:
+            self.over, self.over_at = code, asyncio.get_running_loop().time()
 
 
 async def play(world: World, monitor: InvariantChecks) -> None:
@@ -222,7 +230,7 @@ class Agent:
         if reply.status != 200:
             self._ended(talk, "turn", request, reply)
         talk.heard_at = asyncio.get_running_loop().time()
-        if talk.over:
+        if talk.heard_at > talk.over_at:  # answers given before it are written within the same instant
             self._monitor.fail("a session ends once", f"a session of {self._name} answered after it had said {talk.over}")
         said = self._read(talk, mark, messages, reply, streams=bool(more.get("stream")))
         if is_side:
@@ -279,13 +287,13 @@ class Agent:
         request, reply = await self._answered("complete", f"/sessions/{talk.id}/complete", talk.key, body, talk)
         if reply.status != 200:
             self._ended(talk, "complete", request, reply)
-        talk.over = "complete"
+        talk.ended("complete")
 
     def _ended(self, talk: Talk, kind: str, request: Request, reply: Reply) -> None:
         """Raises SessionEnded, where that is what an answer other than 200 may say."""
         code = msgspec.json.decode(reply.body)["error"]["code"]
         if reply.status == 410 and code in OVER:
-            talk.over = talk.over or code
+            talk.ended(code)
             if code == "expired" and (since := request.began - talk.heard_at) < IDLE_S - SLACK_S / 2 and request.undisturbed(talk.heard_at):
                 self._monitor.fail("who asks is there", f"a session of {self._name} expired {since:.3f} s after its last answer")
         elif reply.status != 401 or talk.process.alive:

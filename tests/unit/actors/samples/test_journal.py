@@ -13,7 +13,7 @@ from rubato.actors.samples.sample import Outcome
 from rubato.runtime.memory import MemoryStore
 from rubato.runtime.observe.figures import Metrics
 from rubato.runtime.observe.log import logger
-from rubato.runtime.store.store import Fence, Fenced, StoreUnavailable
+from rubato.runtime.store.store import Fence, Fenced, Forgotten, StoreUnavailable
 
 LIMITS = GroupLimits(group_size=2, batch_groups=2, steps=100, run_seed=1, max_attempts=3, unbounded_batches=8, ticket_ttl_s=30.0)
 
@@ -200,6 +200,47 @@ async def test_whoever_takes_over_shuts_the_one_before_out_and_reads_what_it_lef
     assert [end.trajectory_id for _, end in await new.journal.ends(0)] == left[::-1]
     with pytest.raises(Fenced):
         await old.journal.take_over()
+
+
+async def test_a_store_that_forgets_while_it_is_taken_over_is_taken_over_again(store, remember):
+    """Else the buffer before would write on, and be overwritten by the next one, which had read what was there before."""
+    old, forgets = Bench(store, token=1), []
+    await old.journal.take_over()
+
+    class Forgets(Writes):
+        async def scan(self, prefix):
+            if forgets:
+                forgets.pop()()
+            return await self.store.scan(prefix)
+
+    async def scene():
+        await old.put(b"1")
+        forgets.append(remember(store))
+        await old.put(b"2")
+        new = Bench(Forgets(store), token=2, window_s=60.0)
+
+        _, groups = await new.journal.take_over()
+
+        assert [options["turn"].number for _, options in new.journal.store.made] == [1, 2]
+        assert [member.state for group in groups for member in group.members] == ["scored", "pending"]
+        assert list(new.journal._kept.values()) == [b"1"]
+        await old.put(b"3")
+
+    with pytest.raises(ExceptionGroup) as raised:
+        await play(old, scene)
+
+    assert raised.group_contains(Fenced)
+    assert list((await store.scan(PAYLOAD)).values()) == [b"1"]
+
+
+async def test_a_take_over_that_is_tried_again_has_another_number(store):
+    """By its number the next buffer sees whether this one wrote after it was forgotten."""
+    writes = Writes(store)
+    writes.refusals.append(Forgotten("x"))
+
+    await Bench(writes).journal.take_over()
+
+    assert [options["turn"].number for _, options in writes.made] == [1, 2]
 
 
 async def test_ends_are_numbered_in_the_order_in_which_they_were_told(store):
